@@ -65,12 +65,8 @@ def _is_by_rank(reference: Any, mine: Any) -> bool:
 
 def _depth(value: Any) -> int:
     """Return in how many lists the first value that is no list lies."""
-    depth = 0
-    while isinstance(value, list | tuple):
-        value, depth = (value[0] if value else None), depth + 1
-        if depth > 1000:
-            raise RecursionError
-    return depth
+    is_list = isinstance(value, list | tuple)
+    return 1 + _depth(value[0] if value else None) if is_list else 0
 
 
 def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
@@ -195,14 +191,12 @@ class Cause(NamedTuple):
     text: str
 
 
-def find_cause(
-    mine: Tensors, references: Tensors, rank: int | None, slack: float, parts: Tensors = ()
-) -> Cause | None:
+def find_cause(mine: Tensors, references: Tensors, rank: int | None, slack: float) -> Cause | None:
     """Return why a rank's value is not what it should be; None if that is no usual mistake.
 
     mine: the value of each rank, or a single one, and then rank is None. references: what each
     should be, or a single one for all. slack: what rounding explains, relative to the largest
-    number of a tensor. parts: what each rank held before the reduction, if that is known.
+    number of a tensor.
     """
     have, want = mine[rank or 0], references[rank or 0 if len(references) > 1 else 0]
     by_rank, shared = rank is not None, len(references) == 1
@@ -226,9 +220,7 @@ def find_cause(
         for dim in range(want.dim()):
             if not cause and 2 <= size <= want.shape[dim]:
                 cause = _pieces(have.chunk(size, dim), want.chunk(size, dim), dim, bound)
-    if by_rank and shared:
-        cause = cause or _drift(mine, want, bound)
-    return cause or (_mixture(have, want, parts, slack) if parts else None)
+    return cause or (_drift(mine, want, bound) if by_rank and shared else None)
 
 
 def _largest(tensor: torch.Tensor) -> float:
@@ -355,34 +347,6 @@ def _drift(mine: Tensors, want: torch.Tensor, bound: float) -> Cause | None:
     verb = "equals" if len(right) < 2 else "equal"
     text = f"{agree} {verb} the reference: replicas have drifted, because of different starts or"
     return Cause("drift", f"{text} different updates, or a sum over the ranks is missing.")
-
-
-def _mixture(have: torch.Tensor, want: torch.Tensor, parts: Tensors, slack: float) -> Cause | None:
-    """Recognize a wrong mixture of the ranks' own parts, by least squares."""
-    if any(part.shape != want.shape for part in parts):
-        return None
-    rows = torch.stack([part.reshape(-1) for part in parts]).to(want.dtype)
-    gram = rows.conj() @ rows.T
-    if torch.linalg.matrix_rank(gram, hermitian=True) < len(parts):
-        return None
-    weights = []
-    for value in (have, want):
-        weight = torch.linalg.solve(gram, rows.conj() @ value.reshape(-1))
-        size = (weight.abs() * rows.abs().amax(1)).sum().item()
-        if not _close(weight @ rows, value.reshape(-1), slack * size):
-            return None
-        weights.append(weight.real)
-    times = (weights[0] / weights[1]).tolist()
-    absent = [rank for rank, often in enumerate(times) if abs(often) < 0.01]
-    if len(absent) == len(parts) - 1:
-        (own,) = set(range(len(parts))) - set(absent)
-        return Cause("not reduced", f"It is made of rank {own}'s part only.")
-    if absent:
-        what = "The part" if len(absent) == 1 else "The parts"
-        verb = "is" if len(absent) == 1 else "are"
-        return Cause("part missing", f"{what} of {name_ranks(absent)} {verb} missing in it.")
-    often = ", ".join(f"{factor:.3g}" for factor in times)
-    return Cause("weights", f"The parts of the ranks count {often} times as much as they should.")
 
 
 # --- what rounding explains ----------------------------------------------------------------------
@@ -605,7 +569,7 @@ class Comparison:
     what was allowed there. cause: what explains the difference, None if nothing does:
 
         "summed", "averaged twice", "scaled"        a multiple of the reference
-        "not reduced", "part missing", "weights"    the ranks' parts are combined wrongly
+        "not reduced", "part missing"               the ranks' parts are combined wrongly
         "shard missing", "swapped shards", "zeros"  a piece is absent or in the wrong place
         "sharded"                                   each rank holds a shard of the reference
         "drift"                                     the ranks differ from each other
@@ -641,7 +605,6 @@ def compare(
     rtol: float | None = None,
     atol: float | None = None,
     terms: int | None = None,
-    parts: Any = None,
 ) -> Comparison:
     """Compare what ranks hold with what one process holds, and name the first difference.
 
@@ -662,8 +625,6 @@ def compare(
         on each rank.
     rtol, atol: allow `atol + rtol * abs(reference)` for each element instead; if only one is
         given, the other is 0. With `rtol=0, atol=0` all elements must be equal.
-    parts: what each rank held before the ranks reduced it, as a Result or a list of values like
-        the reference. It shows whose part is missing or counts too much.
 
     The rule follows from the rounding errors of a sum of n terms. In any order, they amount to
     at most (n-1) * eps/2 times the sum of all magnitudes, but to a multiple of sqrt(n) in typical
@@ -678,12 +639,10 @@ def compare(
         mines, references, by_rank = pair(mine, reference)
         found = [dict(leaves(one)) for one in mines]
         wanted = [dict(leaves(one)) for one in references]
-        before = [dict(leaves(one)) for one in _list_parts(parts, len(found) if by_rank else None)]
     except RecursionError:
         raise CompareError("a list or dict that contains itself cannot be compared") from None
     wanted = [named_alike(one, found[0]) for one in wanted]
     found = [named_alike(one, wanted[0]) for one in found]
-    before = [named_alike(one, wanted[0]) for one in before]
     wanted = wanted * len(found) if len(wanted) < len(found) else wanted
     paths = list(dict.fromkeys(path for one in (*wanted, *found) for path in one))
     if all(one.get(path) is None for one in (*wanted, *found) for path in paths):
@@ -699,7 +658,7 @@ def compare(
     world_size = len(found) if by_rank else None
     wrong = [finding for finding in findings if not finding.equal]
     if wrong:
-        first, (cause, where) = wrong[0], _explain(wrong, (found, wanted, before), rule)
+        first, (cause, where) = wrong[0], _explain(wrong, found, wanted, rule)
         noise = _noise(first, findings, rule)
         text = _format_difference(wrong, cause, where, noise, len(paths), world_size)
     else:
@@ -709,28 +668,12 @@ def compare(
     return Comparison(not wrong, name, first.rank, first.error, first.tolerance, why, text)
 
 
-def _list_parts(parts: Any, world_size: int | None) -> list:
-    if parts is None:
-        return []
-    if not isinstance(parts, Result | list | tuple):
-        got = type(parts).__name__
-        raise CompareError(
-            f"parts must be a Result or a list with a value for each rank, got {got}"
-        )
-    if world_size not in (None, len(parts)):
-        raise CompareError(
-            f"parts has {count(len(parts), 'value')}, but mine has {world_size}; "
-            "both must have one for each rank"
-        )
-    return list(parts)
-
-
 def _explain(
-    wrong: Sequence[Finding], by_rank: Sequence[Sequence[Leaves]], rule: Rule
+    wrong: Sequence[Finding], found: Sequence[Leaves], wanted: Sequence[Leaves], rule: Rule
 ) -> tuple[Cause | None, Finding]:
     """Return the cause that the first of the tensors shows that show one, and where it shows.
 
-    by_rank: what the ranks hold, should hold, and held before.
+    found, wanted: what the ranks hold and should hold.
     """
     firsts: dict[Path, Finding] = {}
     for finding in wrong:
@@ -738,31 +681,24 @@ def _explain(
     for finding in list(firsts.values())[:MOST_EXAMINED]:
         if finding.cause in ("missing", "unexpected", "type", "value"):
             return Cause(finding.cause, ""), finding
-        if cause := _cause(finding, *by_rank, rule):
+        if cause := _cause(finding, found, wanted, rule):
             return cause, finding
     return None, wrong[0]
 
 
 def _cause(
-    finding: Finding,
-    found: Sequence[Leaves],
-    wanted: Sequence[Leaves],
-    before: Sequence[Leaves],
-    rule: Rule,
+    finding: Finding, found: Sequence[Leaves], wanted: Sequence[Leaves], rule: Rule
 ) -> Cause | None:
     path, shared = finding.path, all(one is wanted[0] for one in wanted)
-    lists = found, wanted[:1] if shared else wanted, before
-    read_ = [[read(one.get(path), path) for one in leaves_] for leaves_ in lists]
-    if any(numbers is None for numbers in (*read_[0], *read_[1])):
+    mine = [read(one.get(path), path) for one in found]
+    references = [read(one.get(path), path) for one in (wanted[:1] if shared else wanted)]
+    if any(numbers is None for numbers in (*mine, *references)):
         return None
-    dtype = coarser(read_[0][finding.rank or 0].dtype, read_[1][0].dtype)
-    complex_ = any(numbers.dtype.is_complex for numbers in (*read_[0], *read_[1]))
+    dtype = coarser(mine[finding.rank or 0].dtype, references[0].dtype)
+    complex_ = any(numbers.dtype.is_complex for numbers in (*mine, *references))
     wide = torch.complex128 if complex_ else torch.float64
-    mine, references, parts = (
-        [numbers.values.to(wide) for numbers in one if numbers is not None] for one in read_
-    )
-    known = parts if len(parts) == len(before) else ()
-    return find_cause(mine, references, finding.rank, rule.slack(dtype), known)
+    values = [[numbers.values.to(wide) for numbers in one] for one in (mine, references)]
+    return find_cause(*values, finding.rank, rule.slack(dtype))
 
 
 def _noise(first: Finding, findings: Sequence[Finding], rule: Rule) -> str:

@@ -52,7 +52,8 @@ def mnist(
     if full:
         images, labels = _full(names, folder)
     else:
-        images, labels = (read_idx(DIGITS / f"{name}.gz") for name in names)
+        packed = [(DIGITS / f"{name}.gz").read_bytes() for name in names]
+        images, labels = (_decode(gzip.decompress(each)) for each in packed)
     from torchvision import datasets, transforms
 
     # Its own __init__ needs a folder with raw files.
@@ -111,15 +112,10 @@ def _read(path: Path, name: str, advice: str) -> torch.Tensor:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from None
     if data is None:
         raise DataError(f"{path} is damaged or not the file of MNIST; {advice}")
-    return _decode(data, path.name)
+    return _decode(data)
 
 
-def read_idx(path: Path) -> torch.Tensor:
-    """Return the values of a gzipped IDX file of bytes as a uint8 tensor."""
-    return _decode(gzip.decompress(path.read_bytes()), path.name)
-
-
-def _decode(data: bytes, name: str) -> torch.Tensor:
+def _decode(data: bytes) -> torch.Tensor:
     """Return the values of an IDX file of bytes as a uint8 tensor.
 
     The format: two zero bytes, the type (8 for bytes), the number of dimensions, each
@@ -127,9 +123,7 @@ def _decode(data: bytes, name: str) -> torch.Tensor:
     """
     import torch
 
-    zero, kind, dimensions = struct.unpack_from(">HBB", data)
-    if zero != 0 or kind != 8:
-        raise DataError(f"{name} is not an IDX file of bytes; reinstall ddp_kit")
+    dimensions = data[3]
     shape = struct.unpack_from(f">{dimensions}i", data, 4)
     body = bytearray(memoryview(data)[4 + 4 * dimensions :])
     return torch.frombuffer(body, dtype=torch.uint8).reshape(shape)

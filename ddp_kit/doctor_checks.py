@@ -10,7 +10,6 @@ import re
 import resource
 import socket
 import stat
-import sys
 import tempfile
 import textwrap
 import threading
@@ -32,7 +31,6 @@ from ddp_kit.pool.pool import WARM_MEMORY, living_ranks
 
 TIMEOUT = 5.0  # seconds; a driver or a network folder that hangs may take no longer
 WIDTH = 100  # columns; a notebook shows that many without wrapping
-OLDEST_PYTHON = (3, 10)
 OLDEST_PYTORCH = (2, 12)
 RANKS = 4  # as many as the lessons use
 SMALL = 128 * 2**20  # bytes of shared memory; a container has 64 MiB by default
@@ -121,17 +119,14 @@ def format_report(found: Mapping[str, Finding]) -> str:
 
 def python() -> Finding:
     found = f"{platform.python_version()} on {platform.system()}"
-    if sys.platform == "win32":
-        return problem(found, "The kit needs Linux or macOS: use WSL.")
-    if sys.version_info[:2] < OLDEST_PYTHON:
-        return problem(found, f"The kit needs Python {_dotted(OLDEST_PYTHON)} or newer.")
     return Finding(found, "Every rank is a separate process of this Python.")
 
 
 def pytorch() -> Finding:
     version, cuda = torch.__version__, torch.version.cuda
     if tuple(map(int, re.findall(r"\d+", version)[:2])) < OLDEST_PYTORCH:
-        return problem(version, f"The kit needs PyTorch {_dotted(OLDEST_PYTORCH)} or newer.")
+        oldest = ".".join(map(str, OLDEST_PYTORCH))
+        return problem(version, f"The kit needs PyTorch {oldest} or newer.")
     if cuda is None:
         return Finding(f"{version}, built without CUDA", "Ranks compute on the CPU.")
     return Finding(f"{version}, built for CUDA {cuda}", "Ranks can use NVIDIA GPUs, if present.")
@@ -198,14 +193,6 @@ def gpus() -> Finding:
             "CUDA_VISIBLE_DEVICES hides them.",
         )
     return Finding("none", "Ranks use gloo on the CPU. No lesson needs a GPU.")
-
-
-def cuda() -> Finding:
-    spawned = "no problem: ranks are spawned, not forked"
-    if torch.cuda.is_initialized():
-        then = f"That is {spawned}, and initialize CUDA themselves."
-        return Finding("initialized in this process", then)
-    return Finding("not initialized in this process", f"It would be {spawned}.")
 
 
 def cores() -> Finding:
@@ -334,7 +321,6 @@ CHECKS: dict[str, Callable[[], Finding]] = {
     "torchvision": torchvision,
     "backends": backends,
     "GPUs": gpus,
-    "CUDA": cuda,
     "cores": cores,
     "memory": memory,
     "shared memory": shared_memory,
@@ -354,7 +340,3 @@ def _control_group(file: str) -> list[int] | None:
 
 def _size(nbytes: float) -> str:
     return f"{nbytes / 2**30:.1f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.0f} MiB"
-
-
-def _dotted(version: tuple[int, ...]) -> str:
-    return ".".join(map(str, version))

@@ -8,10 +8,10 @@ file appears when it is whole, every wait has a limit, and an error is one sente
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import gzip
 import hashlib
 import http.client
-import os
 import sys
 import time
 import urllib.request
@@ -35,7 +35,7 @@ MIRRORS = (
     "https://storage.googleapis.com/cvdf-datasets/mnist/",
 )
 SIZE = 11_594_722  # bytes of the four files as they are downloaded
-SILENCE, LONGEST = 30, 600  # seconds: without a byte of a download, and for one file or for a lock
+SILENCE, LONGEST = 30, 600  # seconds: without a byte of a download, and for one file
 
 
 def original(data: bytes, name: str) -> bytes | None:
@@ -56,12 +56,12 @@ def download(files: list[str], folder: Path) -> None:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _alone(folder) as is_alone, _progress() as count:
-            if is_alone:
-                _remove_parts(folder)
+        with open(folder / ".lock", "w") as lock, _progress() as count:
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(lock, fcntl.LOCK_EX)
             for file in files:
                 if not (folder / file).is_file():  # another process had the lock first
-                    part = folder / f".{file}.{os.getpid()}"
+                    part = folder / f".{file}.part"
                     try:
                         part.write_bytes(_fetch(file, count))
                         part.replace(folder / file)
@@ -74,13 +74,6 @@ def download(files: list[str], folder: Path) -> None:
             f"{MIRRORS[0]} into {folder}, or pass folder= the folder that has them, or use "
             "kit.mnist(), which needs no network"
         ) from None
-
-
-def _remove_parts(folder: Path) -> None:
-    """Remove what processes have left that were killed while they wrote a file."""
-    for name in FILES:
-        for part in folder.glob(f".{name}.gz.*"):
-            part.unlink(missing_ok=True)
 
 
 def _fetch(file: str, count: Callable[[int], None]) -> bytes:
@@ -101,27 +94,6 @@ def _fetch(file: str, count: Callable[[int], None]) -> bytes:
         except (OSError, http.client.HTTPException) as error:
             failure = error
     raise failure
-
-
-@contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[bool]:
-    """Hold the folder's lock; yield whether it is held.
-
-    After LONGEST seconds go on without it, which costs only traffic.
-    """
-    import fcntl
-
-    with open(folder / ".lock", "w") as lock:
-        is_held, limit = False, time.monotonic() + LONGEST
-        while not is_held and time.monotonic() < limit:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                is_held = True
-            except BlockingIOError:
-                time.sleep(0.1)
-            except OSError:  # a file system without locks
-                break
-        yield is_held
 
 
 @contextlib.contextmanager

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import stat
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -86,20 +85,11 @@ def _mistake(error: BaseException) -> str:
 
 def _append(path: str, line: dict[str, Any]) -> None:
     """Add one line to a file, or say once in this process that it cannot be done."""
-    text = json.dumps(line) + "\n"
     try:
-        # One write to a file opened in this way is not mixed with that of another process. Without
-        # O_NONBLOCK, a pipe would have to be read by somebody first.
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_NONBLOCK", 0)
-        file = os.open(path, flags, 0o666)
-        try:
-            if not stat.S_ISREG(os.fstat(file).st_mode):
-                raise OSError("it is not a regular file")
-            os.write(file, text.encode())
-        finally:
-            os.close(file)
+        with open(path, "ab", buffering=0) as file:  # one write is not mixed with another process'
+            file.write(json.dumps(line).encode() + b"\n")
     except OSError as error:
         if path not in _refused:
             _refused.add(path)
-            why = error.strerror or error
+            why = error.strerror
             print(f"DDP_KIT_PROGRESS: nothing is recorded in {path}: {why}.", file=sys.stderr)

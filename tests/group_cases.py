@@ -518,7 +518,7 @@ def input_that_is_a_part_of_the_output(group):
 
 @own
 def dtypes_that_gloo_lacks(group):
-    for dtype in (torch.int16, torch.uint16, torch.float8_e4m3fn):
+    for dtype in (torch.int16, torch.float8_e4m3fn):
         tensor = torch.tensor([1.0, 2.0]).to(dtype)
         dist.all_reduce(tensor, group=group)
         same([tensor.float()], [torch.tensor([1.0, 2.0]) * group.size()])
@@ -601,8 +601,6 @@ def a_hook_of_ddp_starts_collectives_in_callbacks(group):
 def only_gloo_has_monitored_barrier(group):
     with raises(ValueError, "monitored_barrier is only implemented for GLOO"):
         dist.monitored_barrier(group)
-    with raises(RuntimeError, "backend has no monitored_barrier, only gloo has"):
-        group.monitored_barrier(timedelta(seconds=1))
 
 
 @own
@@ -800,10 +798,7 @@ def what_a_backend_cannot_do_is_refused(group):
         words = "MPI moves at most 2147483647 elements at once, got 2147483648"
         with raises(ValueError, words):
             group.broadcast([torch.empty(2**31, dtype=torch.uint8)])
-        no_rank = raises(RuntimeError, "send failed in MPI: ")
-    else:
-        no_rank = raises(ValueError, f"there is no rank {size + 5} in a group of {size}")
-    with no_rank:
+    with raises(ValueError, f"there is no rank {size + 5} in a group of {size}"):
         group.send([one], size + 5, 0)
 
 

@@ -262,12 +262,11 @@ def test_a_mirror_that_sends_almost_nothing_is_waited_for_until_the_limit(mirror
 
 def test_the_next_download_removes_the_parts_of_one_that_was_killed(mirror, raw):
     raw.mkdir(parents=True)
-    for file in (".train-images-idx3-ubyte.gz.123", ".t10k-labels-idx1-ubyte.gz.45"):
+    for file in (".train-images-idx3-ubyte.gz.part", ".t10k-labels-idx1-ubyte.gz.part"):
         (raw / file).write_bytes(b"half")
-    (raw / "notes.gz.1").write_text("not ours")
     kit.mnist(full=True)
     files = [f"{name}.gz" for name in download.FILES]
-    assert {path.name for path in raw.iterdir()} == {".lock", "notes.gz.1", *files}
+    assert {path.name for path in raw.iterdir()} == {".lock", *files}
 
 
 def test_an_interrupt_leaves_no_half_file(mirror, monkeypatch, raw):

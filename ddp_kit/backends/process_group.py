@@ -3,16 +3,13 @@
 PyTorch has several calls for most collectives: with a list of tensors, with one tensor that holds
 the parts of all ranks, with several tensors at once, and under an older name. `PythonProcessGroup`
 checks the arguments of all of them, makes their memory flat and contiguous, and calls a method of
-`Collectives`. The backends `mpi` and `shm` implement those, and messages between two ranks. What
-they have started is a `PythonWork`.
+`Operations`. The backends `mpi` and `shm` implement those, and `engine` moves them on.
 """
 
 from __future__ import annotations
 
 import math
-import queue
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -20,22 +17,30 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
-from torch.futures import Future
+
+from ddp_kit.backends.engine import Bells, Engine, PythonWork, Steps
 
 Tensors = Sequence[Tensor]
-Steps = Iterator[Any]  # what is left of a collective: it yields whenever it has to wait
 
 REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 _OF_BOOL = {"SUM": "BOR", "PRODUCT": "BAND", "MIN": "BAND", "MAX": "BOR"}  # on bytes of 0 and 1
 _NAMES = {hash(getattr(ReduceOp, name)): name for name in REDUCTIONS}
-_NO_TIMEOUT = timedelta(0)
 
 
-class Collectives(Protocol):
-    """The collectives that a backend implements, on flat, contiguous tensors on the CPU.
+class Operations(Protocol):
+    """What a backend implements, on flat, contiguous tensors on the CPU.
 
     op: one of REDUCTIONS. For bool it is a bitwise one.
     """
+
+    def send(self, data: Tensor, target: int, tag: int) -> Steps:
+        """Send a tensor to a rank."""
+
+    def receive(self, work: PythonWork, data: Tensor, source: int | None, tag: int) -> Steps:
+        """Receive a tensor from a rank, or from any, and set `work.source`.
+
+        If the work is done before, because it took too long, the message is for another receive.
+        """
 
     def barrier(self) -> Steps:
         """Wait until all ranks have called this."""
@@ -109,30 +114,34 @@ class PythonProcessGroup(dist.ProcessGroup):
     """
 
     def __init__(
-        self, backend: str, rank: int, size: int, timeout: float, collectives: Collectives
+        self,
+        backend: str,
+        rank: int,
+        size: int,
+        timeout: float,
+        operations: Operations,
+        bells: Bells,
     ) -> None:
         super().__init__(rank, size)
         self._backend = backend
         self._rank, self._size = rank, size
         self._timeout = timedelta(seconds=timeout)
-        self._collectives = collectives
+        self._operations, self._engine = operations, Engine(bells)
         self._name = self._description = ""
-
-    # What a backend adds
 
     def shutdown(self) -> None:
         """End the group; `dist.destroy_process_group` calls this. A second call does nothing."""
-        raise NotImplementedError
+        self._engine.close()
 
     def _start(self, call: Call) -> PythonWork:
         """Start the collectives of a call as one operation."""
-        raise NotImplementedError
 
-    def _send(self, call: Call, data: Tensor, target: int, tag: int) -> PythonWork:
-        raise NotImplementedError
+        def steps() -> Steps:
+            for each in call.steps:
+                yield from each
+            call.finish()
 
-    def _receive(self, call: Call, buffer: Tensor, source: int | None, tag: int) -> PythonWork:
-        raise NotImplementedError
+        return self._engine.start(PythonWork(self._engine, call, is_collective=True), steps())
 
     # Names and the timeout
 
@@ -170,14 +179,29 @@ class PythonProcessGroup(dist.ProcessGroup):
 
     def send(self, tensors: Tensors, dstRank: int, tag: int = 0) -> PythonWork:
         (tensor,) = tensors
+        self._check_rank("send", dstRank)
         call = Call(self, "send")
-        data = call.read(tensor)
-        return self._send(call, data, dstRank, tag)
+        steps = self._operations.send(call.read(tensor), dstRank, tag)
+        return self._engine.start(PythonWork(self._engine, call), steps)
 
     def recv(self, tensors: Tensors, srcRank: int | None, tag: int = 0) -> PythonWork:
         (tensor,) = tensors
+        if srcRank is not None:
+            self._check_rank("recv", srcRank)
         call = Call(self, "recv")
-        return self._receive(call, call.write(tensor), srcRank, tag)
+        data = call.write(tensor)
+        work = PythonWork(self._engine, call)
+
+        def steps() -> Steps:
+            yield from self._operations.receive(work, data, srcRank, tag)
+            if not work.done:
+                call.finish()
+
+        return self._engine.start(work, steps())
+
+    def _check_rank(self, name: str, rank: int) -> None:
+        if not 0 <= rank < self._size:
+            raise ValueError(f"{name}: there is no rank {rank} in a group of {self._size}")
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> PythonWork:
         """Receive one tensor from any rank; `Work._source_rank` returns which rank sent it."""
@@ -187,20 +211,14 @@ class PythonProcessGroup(dist.ProcessGroup):
 
     def barrier(self, opts: Any = None) -> PythonWork:
         call = Call(self, "barrier", opts)
-        call.steps.append(self._collectives.barrier())
+        call.steps.append(self._operations.barrier())
         return self._start(call)
-
-    def monitored_barrier(self, *_args: Any, **_options: Any) -> None:
-        """Refuse what only gloo can do; `dist.monitored_barrier` says so as well."""
-        raise RuntimeError(
-            f'the "{self._backend}" backend has no monitored_barrier, only gloo has; use barrier'
-        )
 
     def broadcast(self, tensors: Tensors, opts: Any = None) -> PythonWork:
         opts = opts or dist.BroadcastOptions()
         call = Call(self, "broadcast", opts)
         for tensor in tensors:
-            call.steps.append(self._collectives.broadcast(call.update(tensor), opts.rootRank))
+            call.steps.append(self._operations.broadcast(call.update(tensor), opts.rootRank))
         return self._start(call)
 
     def gather(
@@ -243,7 +261,7 @@ class PythonProcessGroup(dist.ProcessGroup):
         call = Call(self, name, opts)
         buffers = {rank: call.write(tensor) for rank, tensor in receives.items()}
         data = {rank: call.apart(call.read(tensor)) for rank, tensor in sends.items()}
-        call.steps.append(self._collectives.exchange(name, data, buffers))
+        call.steps.append(self._operations.exchange(name, data, buffers))
         return self._start(call)
 
     def all_to_all_single(
@@ -266,7 +284,7 @@ class PythonProcessGroup(dist.ProcessGroup):
         call = Call(self, "all_to_all_single", opts)
         receives = dict(enumerate(call.write(output).split(of)))
         sends = dict(enumerate(call.apart(call.read(input)).split(to)))
-        call.steps.append(self._collectives.exchange("alltoall", sends, receives))
+        call.steps.append(self._operations.exchange("alltoall", sends, receives))
         return self._start(call)
 
     def allgather(
@@ -297,7 +315,7 @@ class PythonProcessGroup(dist.ProcessGroup):
         call = Call(self, name, opts)
         for output, tensor in zip(outputs, inputs, strict=True):
             parts = self._parts(name, output, tensor, "output", call.write)
-            call.steps.append(self._collectives.all_gather(call.read(tensor), parts))
+            call.steps.append(self._operations.all_gather(call.read(tensor), parts))
         return self._start(call)
 
     # Reductions
@@ -322,7 +340,7 @@ class PythonProcessGroup(dist.ProcessGroup):
         call = Call(self, name, opts)
         for tensor in tensors:
             data, op = call.update(tensor), self._reduction(opts.reduceOp, tensor.dtype)
-            call.steps.append(self._collectives.reduce(data, op, root))
+            call.steps.append(self._operations.reduce(data, op, root))
         return self._start(call)
 
     def reduce_scatter(
@@ -349,7 +367,7 @@ class PythonProcessGroup(dist.ProcessGroup):
             parts = self._parts(name, given, output, "input", call.read)
             data, op = call.write(output), self._reduction(opts.reduceOp, output.dtype)
             parts = [without_overlap(part, data) for part in parts]
-            call.steps.append(self._collectives.reduce_scatter(parts, data, op))
+            call.steps.append(self._operations.reduce_scatter(parts, data, op))
         return self._start(call)
 
     # The names that older releases of PyTorch call
@@ -489,119 +507,3 @@ def without_overlap(tensor: Tensor, other: Tensor) -> Tensor:
 def _is_plain(tensor: Tensor) -> bool:
     """Return whether the memory holds the values as they are, one after another."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-
-
-# Operations under way
-
-_lock = threading.Lock()  # around the moment in which an operation ends, for its future
-_ended: queue.SimpleQueue[PythonWork] = queue.SimpleQueue()  # for the threads of callbacks
-_idle = threading.Semaphore(0)  # such threads that are free
-
-
-class PythonWork(dist.Work):
-    """What one call has started; a backend adds `is_completed` and `_wait`.
-
-    It goes on if this is dropped, unlike with gloo.
-
-    name: for errors. outputs: the result of the future. done, error: how it ended. source: the
-    group rank that a message came from, or -1. has_future: somebody may not wait for it.
-    """
-
-    ends_alone = True  # for the recorder: a message is not lost when its work is dropped
-
-    def __init__(self, name: str, outputs: Tensors = ()) -> None:
-        super().__init__()
-        self.name = name
-        self.outputs = list(outputs)
-        self.done = False
-        self.error: Exception | None = None
-        self.source = -1
-        self.has_future = False
-        self._pending: Future | None = None  # to set when done
-        self._future: Future | None = None  # what `get_future` returns
-
-    def is_completed(self) -> bool:
-        """Return whether the operation is done, successful or not."""
-        raise NotImplementedError
-
-    def _wait(self, seconds: float | None) -> None:
-        """Wait until it is done. Raises RuntimeError after so many seconds.
-
-        Then it goes on, and one may wait again; after the group's timeout it has failed.
-        """
-        raise NotImplementedError
-
-    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
-        """Return True when the operation is complete. Raises RuntimeError if it failed."""
-        self._wait(timeout.total_seconds() if timeout > _NO_TIMEOUT else None)
-        if self.error is not None:
-            raise self.error
-        return True
-
-    def is_success(self) -> bool:
-        return self.is_completed() and self.error is None
-
-    def exception(self) -> Exception | None:
-        return self.error
-
-    def result(self) -> list[Tensor]:
-        return self.outputs
-
-    def source_rank(self) -> int:
-        return self.source
-
-    _source_rank = source_rank
-
-    def synchronize(self) -> None:
-        """Do nothing: on the CPU there is no stream to synchronize with."""
-
-    def get_future(self) -> Future:
-        """Return a future of `result()`, which completes without a call of `wait`."""
-        with _lock:
-            if self._future is not None:
-                return self._future
-            pending = self._pending = Future()
-            # The exception must come out of a callback. One that is set as a result, which is
-            # what Future.set_exception does, looks like success to PyTorch's C++ (DDP).
-            self._future = pending.then(lambda _: self._outcome())
-            self.has_future = True
-            done = self.done
-        if done:
-            self.complete_future()
-        return self._future
-
-    def complete_future(self) -> None:
-        """Run the callbacks of the future, if there is one. It is called once this is done."""
-        with _lock:
-            pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.set_result(None)
-
-    def _outcome(self) -> list[Tensor]:
-        if self.error is not None:
-            raise self.error
-        return self.outputs
-
-
-def call_back(works: Sequence[PythonWork]) -> None:
-    """Complete the futures of operations in another thread, because the caller moves operations on.
-
-    A callback may start an operation and wait for its future, and so may the callback of that one:
-    so there are as many threads as callbacks that run at once.
-    """
-    for work in works:
-        _ended.put(work)
-        if not _idle.acquire(blocking=False):
-            threading.Thread(target=_call_back, name="ddp_kit callbacks", daemon=True).start()
-
-
-def _call_back() -> None:
-    while True:
-        _ended.get().complete_future()
-        _idle.release()
-
-
-def timeout_error(name: str, seconds: float) -> RuntimeError:
-    """Return the error for an operation that has waited too long, in gloo's words."""
-    limit = round(seconds * 1000)
-    return RuntimeError(f"[ddp_kit] Timed out waiting {limit}ms for {name} operation to complete")

@@ -5,9 +5,23 @@ from __future__ import annotations
 import argparse
 import sys
 
-from ddp_kit.course import copy, grading, progress
-from ddp_kit.course import list as list_tasks
+from ddp_kit import check
+from ddp_kit.course import copy, editions, grading, progress
 from ddp_kit.errors import CourseError
+from ddp_kit.plot.picture import table
+
+
+def _list_tasks(arguments: argparse.Namespace) -> str:
+    files = editions.files()
+    lessons = {file.stem[:2]: file.stem for file in files if len(file.parts) == 1}
+    lessons |= {f"P{f.stem[0]}": f.stem[2:] for f in files if f.parts[0] == "projects"}
+    exercises = [getattr(check, name).exercise for name in check.__all__ if name != "credit"]
+    rows = [
+        [each.number, each.kind, lessons[each.number.split(".")[0].zfill(2)], "; ".join(each.parts)]
+        for each in exercises
+    ]
+    return table(f"{len(rows)} tasks", ["number", "kind", "lesson", "parts"], rows, align="<")
+
 
 COMMANDS = {
     "copy": (
@@ -16,7 +30,7 @@ COMMANDS = {
     ),
     "list": (
         "list every task with its kind, its lesson and its parts",
-        *(list_tasks.add_arguments, list_tasks.run),
+        *(lambda parser: None, _list_tasks),
     ),
     "progress": (
         "show which exercise stops whom, and which mistakes are made most",

@@ -9,7 +9,7 @@ with 16 bits, dropout and an MLP of 4 * width.
 from __future__ import annotations
 
 from ddp_kit.errors import ModelError
-from ddp_kit.model.plan import MIXED, Plan, Precision, _stages, check_plan
+from ddp_kit.model.plan import MIXED, Plan, Precision, check_plan, stages
 from ddp_kit.model.transformer import Transformer
 
 
@@ -39,7 +39,7 @@ def memory(
 def _memory(
     transformer: Transformer, plan: Plan, precision: Precision, stage: int
 ) -> dict[str, float]:
-    layers, last = _stages(transformer.layers, plan.pp)[stage], stage == plan.pp - 1
+    layers, last = stages(transformer.layers, plan.pp)[stage], stage == plan.pp - 1
     layer = transformer.layer_weights / plan.tp + transformer.layer_vectors
     parameters = layers * layer
     if stage == 0:

@@ -25,8 +25,7 @@ class Precision:
     activations: float
 
     def __post_init__(self) -> None:
-        names = ("parameters", "gradients", "optimizer", "activations")
-        check_times(**{name: getattr(self, name) for name in names})
+        check_times(**vars(self))
 
 
 MIXED = Precision(2, 2, 12, 2)  # Adam with a float32 copy, as in ZeRO's section 3.1
@@ -109,9 +108,10 @@ def objection(transformer: Transformer, plan: Plan) -> tuple[str, str] | None:
             return name, f"tp={plan.tp} does not divide {name}={size:,}"
     if transformer.context % plan.cp:
         return "context", f"cp={plan.cp} does not divide context={transformer.context:,}"
-    counts = _stages(transformer.layers, plan.pp)
-    if not counts:
-        return "layers", f"{transformer.layers} layers cannot be cut into pp={plan.pp} equal stages"
+    try:
+        counts = stages(transformer.layers, plan.pp)
+    except ModelError as error:
+        return "layers", str(error)
     if plan.chunks > 1 and (plan.pp == 1 or max(counts) % plan.chunks):
         return "chunks", f"stages of {max(counts)} layers cannot be cut into {plan.chunks} chunks"
     if plan.chunks > 1 and plan.micro_batches % plan.pp:
@@ -138,16 +138,9 @@ def stages(layers: int, pp: int) -> list[int]:
     """
     check_count("layers", layers)
     check_count("pp", pp)
-    counts = _stages(layers, pp)
-    if not counts:
-        raise ModelError(f"{layers} layers cannot be cut into pp={pp} equal stages")
-    return counts
-
-
-def _stages(layers: int, pp: int) -> list[int]:
     if layers % pp == 0:
         return [layers // pp] * pp
     most, left = divmod(layers + 2, pp)
     if left or most < 2:
-        return []
+        raise ModelError(f"{layers} layers cannot be cut into pp={pp} equal stages")
     return [most - 1, *[most] * (pp - 2), most - 1]

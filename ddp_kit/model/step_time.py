@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from ddp_kit.model.hardware import Cluster
 from ddp_kit.model.per_rank_memory import _embedding, besides_scores, scores, tokens
-from ddp_kit.model.plan import MIXED, Plan, Precision, _stages, check_plan
+from ddp_kit.model.plan import MIXED, Plan, Precision, check_plan, stages
 from ddp_kit.model.transformer import Transformer
 
 
@@ -73,7 +73,7 @@ def _micro_batch(
 ) -> dict[str, float]:
     """Return the seconds of a micro-batch on a stage by part, without a bubble."""
     gpu, count = cluster.accelerator, tokens(transformer, plan)
-    layers = _stages(transformer.layers, plan.pp)[stage]
+    layers = stages(transformer.layers, plan.pp)[stage]
     compute = layers * layer_seconds(transformer, plan, cluster, precision)
     if stage == plan.pp - 1:
         head = 3 * 2 * transformer.head * count / plan.tp
@@ -106,7 +106,7 @@ def _data_parallel(
     n = plan.dp * plan.cp
     if n == 1:
         return 0.0
-    stage = max(_stages(transformer.layers, plan.pp))
+    stage = max(stages(transformer.layers, plan.pp))
     count = stage * (transformer.layer_weights / plan.tp + transformer.layer_vectors)
     count += _embedding(transformer, plan)
     # The sum goes over cp and dp ranks; with cp, those of a host are cp ranks.

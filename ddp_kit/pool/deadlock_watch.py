@@ -11,9 +11,7 @@ from dataclasses import replace
 
 import psutil
 
-from ddp_kit.backends import process_group
-from ddp_kit.backends.mpi import work as mpi_work
-from ddp_kit.backends.shm import engine
+from ddp_kit.backends import engine
 from ddp_kit.error_text import Frame, name_ranks
 from ddp_kit.pool.other_hosts import OtherHosts
 from ddp_kit.pool.ranks import RankHandle, ask_for_stacks, started_by
@@ -273,7 +271,7 @@ def _is_idle(stack: list[Frame], passes: bool) -> bool:
 
     passes: somebody waits for the result of a task, or is called with it.
     """
-    if any(f.file == _WATCHES_PARENT or (f.file, f.function) in _OF_GROUPS for f in stack):
+    if any(f.file == _WATCHES_PARENT or (f.file, f.function) == _OF_GROUP for f in stack):
         return True
     roles = [_ROLES.get((os.path.basename(frame.file), frame.function)) for frame in stack]
     if PASSES_ON in roles:
@@ -319,12 +317,8 @@ def _polls(stack: list[Frame]) -> bool:
 _COLLECTIVES = os.path.join("torch", "distributed", "distributed_c10d.py")
 _RECORDER = os.path.join(os.path.dirname(recorder.__file__), "")
 _WAIT = recorder.__file__, recorder.Recorder.block.__name__  # in which every recorded wait is
-# Threads of process groups in Python, which move operations that are on the boards.
-_OF_GROUPS = {
-    (engine.__file__, engine.Engine._move_alone.__name__),
-    (mpi_work.__file__, mpi_work._watch.__name__),
-    (process_group.__file__, process_group._call_back.__name__),
-}
+# In a thread of a process group in Python, which moves operations that are on the boards.
+_OF_GROUP = engine.__file__, engine.Engine._move_alone.__name__
 _WATCHES_PARENT = os.path.join(os.path.dirname(__file__), "rank", "bootstrap.py")
 _HELD_BY = "no verdict while this thread may still act"
 _SILENT = (

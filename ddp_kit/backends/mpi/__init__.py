@@ -45,7 +45,7 @@ NAME = "mpi4py"
 INSTALL = 'pip install "ddp_kit[mpi]"'
 
 # The environment variables for rank, world size, local rank and local world size: as set by
-# Open MPI, by MPICH (with Intel MPI and Microsoft MPI), and by any PMIx launcher.
+# Open MPI, by MPICH (with Intel MPI), and by any PMIx launcher.
 _VARIABLES = (
     tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
@@ -94,8 +94,7 @@ def _missing_package() -> str | None:
 def _missing_mpiexec() -> str | None:
     if _find_mpiexec():
         return None
-    hint = "install Microsoft MPI" if sys.platform == "win32" else INSTALL
-    return f'backend="mpi" needs the command mpiexec, which is not installed; {hint}'
+    return f'backend="mpi" needs the command mpiexec, which is not installed; {INSTALL}'
 
 
 @functools.cache
@@ -142,7 +141,7 @@ def environment() -> dict[str, str]:
     are left out.
     """
     wanted = {"OMPI_MCA_btl": "self,sm", "OMPI_MCA_pml": "ob1"}
-    if hasattr(os, "geteuid") and os.geteuid() == 0:
+    if os.geteuid() == 0:
         wanted |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     return {name: value for name, value in wanted.items() if name not in os.environ}
 

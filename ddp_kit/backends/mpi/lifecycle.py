@@ -8,13 +8,13 @@ import os
 import sys
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-from ddp_kit.backends.mpi import load_mpi, work
-from ddp_kit.backends.mpi.process_group import MPIProcessGroup
-from ddp_kit.backends.mpi.work import MPIWork
+from ddp_kit.backends.engine import timeout_error
+from ddp_kit.backends.mpi import load_mpi
+from ddp_kit.backends.mpi.process_group import MPIProcessGroup, engines, lock
 from ddp_kit.errors import BackendError
 
 _FIRST_TAG, _TAGS = 16384, 16000  # MPI guarantees tags up to 32767
@@ -76,7 +76,7 @@ def create_group(options: Any) -> MPIProcessGroup:
     # attempt to create one that failed on only some of them.
     tag = _FIRST_TAG + zlib.crc32(str(members).encode()) % _TAGS
     _wait_for_members(members, rank, tag, timeout)
-    with work.lock:
+    with lock:
         everybody = world.Get_group()
         chosen = everybody.Incl(members)
         communicator = world.Create_group(chosen, tag)
@@ -99,19 +99,40 @@ def _wait_for_members(members: list[int], rank: int, tag: int, timeout: float) -
     MPI = load_mpi()
     world, nothing = MPI.COMM_WORLD, [None, 0, MPI.BYTE]
 
-    def exchange(send: Sequence[int], receive: Sequence[int]) -> None:
-        with work.lock:
-            receives = [world.Irecv(nothing, peer, tag) for peer in receive]
-            sends = [world.Isend(nothing, peer, tag) for peer in send]
-        MPIWork("new_group", [iter([request]) for request in sends], timeout)
-        MPIWork("new_group", [iter([request]) for request in receives], timeout, expected=0).wait()
+    def receive(peers: Sequence[int]) -> None:
+        with lock:
+            requests = [world.Irecv(nothing, peer, tag) for peer in peers]
+        if not _until(lambda: all(request.Test() for request in requests), timeout):
+            with lock:
+                for request in requests:
+                    request.Cancel()
+            raise timeout_error("new_group", timeout)
+
+    def send(peers: Sequence[int]) -> None:
+        with lock:
+            for peer in peers:
+                world.Isend(nothing, peer, tag).Free()
 
     first, *others = members
     if rank == 0:
-        exchange([], others)
-        exchange(others, [])
+        receive(others)
+        send(others)
     else:
-        exchange([first], [first])
+        send([first])
+        receive([first])
+
+
+def _until(is_complete: Callable[[], bool], seconds: float) -> bool:
+    """Ask MPI until something is complete; return False if that takes longer."""
+    start = time.monotonic()
+    while True:
+        with lock:
+            if is_complete():
+                return True
+        waited = time.monotonic() - start
+        if waited > seconds:
+            return False
+        time.sleep(min(0.01, waited / 20))
 
 
 def _finalize(MPI: ModuleType, mpi4py_finalizes: bool, pid: int) -> None:
@@ -121,7 +142,8 @@ def _finalize(MPI: ModuleType, mpi4py_finalizes: bool, pid: int) -> None:
     others. `sys.exit` leaves no trace that can be seen here: ranks that wait for one that called
     it end after the timeout of their group.
     """
-    work.stop_watcher()
+    for engine in list(engines):
+        engine.close()
     if os.getpid() != pid or MPI.Is_finalized():
         return
     failed = getattr(sys, "last_value", None) is not None
@@ -138,16 +160,6 @@ def _wait_for_others() -> bool:
     """Wait until all ranks of the first group end too; return False if some do not in time."""
     if _AtExit.communicator is None:
         return True
-    with work.lock:
-        for operation in work.unfinished():
-            operation.cancel()
+    with lock:
         request = _AtExit.communicator.Ibarrier()
-    start = time.monotonic()
-    while True:
-        with work.lock:
-            if request.Test():
-                return True
-        waited = time.monotonic() - start
-        if waited > _AtExit.timeout:
-            return False
-        time.sleep(min(0.01, waited / 20))
+    return _until(request.Test, _AtExit.timeout)

@@ -3,32 +3,39 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
-from ddp_kit.backends import process_group
-from ddp_kit.backends.mpi import NAME, load_mpi, work
-from ddp_kit.backends.mpi.work import MPIWork
-from ddp_kit.backends.process_group import PythonProcessGroup, copy_back, without_overlap
+from ddp_kit.backends.engine import Engine, PythonWork, Steps
+from ddp_kit.backends.mpi import NAME, load_mpi
+from ddp_kit.backends.process_group import PythonProcessGroup, copy_back
 
-# It yields one request of MPI, whose memory it keeps alive, and does the rest once it is complete.
-Steps = Iterator[Any]
+# Held around every call of MPI. The calls are nonblocking, so nobody holds it for long.
+lock = threading.Lock()
+
+engines: WeakSet[Engine] = WeakSet()  # of all groups
 
 _MOST = 2**31 - 1  # MPI counts in a C int
+_SPIN = 0.001  # seconds for which a wait only yields the core
+_LONGEST_SLEEP = 0.001
 
 
 class MPIProcessGroup(PythonProcessGroup):
     """A process group whose messages travel through MPI, on a communicator of its own.
 
-    Every operation starts in the caller's thread, in the order of the program, with a nonblocking
-    call of MPI. `Work.wait` polls until it is complete; the watcher of `work` polls what nobody
-    waits for, so that futures complete. One lock is held around all calls of MPI.
+    Every operation is one nonblocking call of MPI, which is asked again and again whether it is
+    complete: by a thread that waits for it, or by one of the group, so that futures complete.
+    Collectives of a group run one after another, in the order of the program.
 
-    MPI uses the memory of the tensors, which must be on the CPU. It is copied only if a tensor is
-    not contiguous, for lists of tensors, and if MPI has no type to compute in (see `_reduction`).
+    MPI uses the memory of the tensors, which must be on the CPU. It is copied if a tensor is not
+    contiguous, where ranks have parts of their own, and if MPI has no type to compute in (see
+    `_reduction`).
 
     A small message is buffered by MPI: `send` then returns before the other rank receives. A
     message that is larger or smaller than the receiver's tensor raises an error there.
@@ -46,67 +53,70 @@ class MPIProcessGroup(PythonProcessGroup):
 
     def __init__(self, communicator: Any, timeout: float, frees_communicator: bool = True) -> None:
         rank, size = communicator.Get_rank(), communicator.Get_size()
-        super().__init__(NAME, rank, size, timeout, MPICollectives(communicator))
+        super().__init__(NAME, rank, size, timeout, MPIOperations(communicator), _Asking())
         self._communicator = communicator
         self._frees_communicator = frees_communicator
+        engines.add(self._engine)
 
     def shutdown(self) -> None:
         communicator, self._communicator = self._communicator, None
-        if communicator is None or not self._frees_communicator or work.unfinished():
+        if self._engine.close() or communicator is None or not self._frees_communicator:
             return  # MPI_Finalize frees it
-        with work.lock:
+        with lock:
             communicator.Free()
 
-    def _send(self, call: process_group.Call, data: Tensor, target: int, tag: int) -> MPIWork:
-        call.steps.append(self._collectives.send(data, target, tag))
-        return self._start(call)
 
-    def _receive(
-        self, call: process_group.Call, buffer: Tensor, source: int | None, tag: int
-    ) -> MPIWork:
-        call.steps.append(self._collectives.receive(buffer, source, tag))
-        return self._start(call, expected=buffer.nbytes)
+class _Asking:
+    """The bells of an engine that hears of nothing, because MPI has to be asked."""
 
-    def _start(self, call: process_group.Call, expected: int | None = None) -> MPIWork:
-        if self._communicator is None:
-            raise RuntimeError(f"{call.name}: this process group was destroyed")
-        try:
-            return MPIWork(call.name, call.steps, call.timeout, call.outputs, call.finish, expected)
-        except load_mpi().Exception as error:
-            raise RuntimeError(work.format_error(call.name, error)) from None
+    announced = 0
+
+    def look(self) -> None: ...
+
+    def sleep(self, seen: None, needs: Collection[int], seconds: float, waited: float) -> None:
+        time.sleep(0 if waited < _SPIN else min(seconds, waited / 50, _LONGEST_SLEEP))
 
 
-class MPICollectives:
-    """The collectives and messages of one rank in a group; see `process_group.Collectives`."""
+class MPIOperations:
+    """The collectives and messages of one rank in a group; see `process_group.Operations`."""
 
     def __init__(self, communicator: Any) -> None:
         self._comm = communicator
         self._rank, self._size = communicator.Get_rank(), communicator.Get_size()
 
     def send(self, data: Tensor, target: int, tag: int) -> Steps:
-        yield _begin(self._comm.Isend, _describe(data), target, tag)
+        yield from _call(self._comm.Isend, _describe(data), target, tag)
 
-    def receive(self, buffer: Tensor, source: int | None, tag: int) -> Steps:
-        source = load_mpi().ANY_SOURCE if source is None else source
-        yield _begin(self._comm.Irecv, _describe(buffer), source, tag)
+    def receive(self, work: PythonWork, data: Tensor, source: int | None, tag: int) -> Steps:
+        MPI = load_mpi()
+        status, source = MPI.Status(), MPI.ANY_SOURCE if source is None else source
+        arguments = _describe(data), source, tag
+        yield from _call(self._comm.Irecv, *arguments, status=status, work=work)
+        if work.done:
+            return
+        work.source, received = status.Get_source(), status.Get_count(MPI.BYTE)
+        if received != data.nbytes:
+            raise RuntimeError(
+                f"recv got {received} bytes from rank {work.source}, "
+                f"but the tensor has {data.nbytes}"
+            )
 
     def barrier(self) -> Steps:
-        yield _begin(self._comm.Ibarrier)
+        return _call(self._comm.Ibarrier)
 
     def broadcast(self, data: Tensor, root: int) -> Steps:
-        yield _begin(self._comm.Ibcast, _describe(data), root)
+        return _call(self._comm.Ibcast, _describe(data), root)
 
     def all_gather(self, data: Tensor, outputs: Sequence[Tensor]) -> Steps:
         counts = [len(output) for output in outputs]
-        whole = _join(outputs)
-        data = without_overlap(data, whole)
-        yield _begin(self._comm.Iallgatherv, _describe(data), _describe(whole, counts))
+        whole = data.new_empty(sum(counts))
+        yield from _call(self._comm.Iallgatherv, _describe(data), _describe(whole, counts))
         copy_back(outputs, whole.split(counts))
 
     def exchange(self, name: str, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Steps:
         source, whole = _join(list(sends.values())), _join(list(receives.values()))
         to, of = self._counts(sends), self._counts(receives)
-        yield _begin(self._comm.Ialltoallv, _describe(source, to), _describe(whole, of))
+        yield from _call(self._comm.Ialltoallv, _describe(source, to), _describe(whole, of))
         parts = whole.split([len(part) for part in receives.values()])
         copy_back(list(receives.values()), parts)
 
@@ -118,18 +128,18 @@ class MPICollectives:
         numbers = data.to(reduction.dtype)
         message = _describe(numbers, type=reduction.type)
         if root is None:
-            yield _begin(self._comm.Iallreduce, in_place, message, reduction.op)
+            yield from _call(self._comm.Iallreduce, in_place, message, reduction.op)
         elif root == self._rank:
-            yield _begin(self._comm.Ireduce, in_place, message, reduction.op, root)
+            yield from _call(self._comm.Ireduce, in_place, message, reduction.op, root)
         else:
-            yield _begin(self._comm.Ireduce, message, None, reduction.op, root)
+            yield from _call(self._comm.Ireduce, message, None, reduction.op, root)
             return
         self._round(numbers, data, op)
 
     def reduce_scatter(self, inputs: Sequence[Tensor], output: Tensor, op: str) -> Steps:
         reduction = _reduction(op, output.dtype)
         source, result = _join(inputs).to(reduction.dtype), output.to(reduction.dtype)
-        yield _begin(
+        yield from _call(
             self._comm.Ireduce_scatter,
             _describe(source, type=reduction.type),
             _describe(result, type=reduction.type),
@@ -145,21 +155,39 @@ class MPICollectives:
         result.copy_(numbers)
 
 
-def _begin(call: Callable[..., Any], *args: Any) -> Any:
-    with work.lock:
-        return call(*args)
+def _call(
+    call: Callable[..., Any], *args: Any, status: Any = None, work: PythonWork | None = None
+) -> Steps:
+    """Make a nonblocking call of MPI, and go on when it is complete.
+
+    work: of a receive, which is cancelled if the work is done before; MPI can cancel nothing else.
+    """
+    MPI, interruption = load_mpi(), None
+    try:
+        with lock:
+            request = call(*args)
+        while request:  # until it is complete
+            try:
+                with lock:
+                    if request.Test(status):
+                        return
+                    if work is not None and work.done:
+                        request.Cancel()
+                        work = None
+            except MPI.Exception:
+                raise
+            except BaseException as error:  # raised by a signal handler: the request goes on
+                interruption = error
+            yield () if interruption is None else interruption
+            interruption = None
+    except MPI.Exception as error:
+        reason = " ".join(str(error).split())
+        raise RuntimeError(f"{call.__name__[1:]} failed in MPI: {reason}") from None
 
 
 def _join(tensors: Sequence[Tensor]) -> Tensor:
-    """Return flat tensors as one: over their own memory if they follow each other in it."""
-    filled = [tensor for tensor in tensors if len(tensor)] or [torch.empty(0)]
-    first, end = filled[0], filled[0].data_ptr()
-    for tensor in filled:
-        same = tensor.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-        if not same or tensor.data_ptr() != end:
-            return torch.cat(filled)
-        end += tensor.nbytes
-    return first.as_strided((sum(map(len, filled)),), (1,))
+    """Return a copy of flat tensors as one."""
+    return torch.cat(tensors) if tensors else torch.empty(0)
 
 
 def _describe(tensor: Tensor, counts: Sequence[int] | None = None, type: Any = None) -> list[Any]:

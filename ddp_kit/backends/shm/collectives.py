@@ -16,8 +16,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from ddp_kit.backends.engine import PythonWork, Steps
 from ddp_kit.backends.process_group import REDUCTIONS
-from ddp_kit.backends.shm.engine import Steps
+from ddp_kit.backends.shm.messages import Inboxes, Outbox
 from ddp_kit.backends.shm.segment import READ, SLOT, SLOTS, WRITTEN, Ring, Segment, fence
 
 _SMALL = 1 << 15  # bytes up to which every rank reduces everything itself, in one round
@@ -28,25 +29,31 @@ _NAMES = (
 _DTYPES = tuple(sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str))
 
 
-class SharedMemoryCollectives:
-    """The collectives of one rank in a group; see `process_group.Collectives`."""
+class SharedMemoryOperations:
+    """The collectives and messages of one rank in a group; see `process_group.Operations`."""
 
     def __init__(self, segment: Segment) -> None:
         self._segment, self._words, self._lines = segment, segment.words, segment.lines
         self._rank, self._size = segment.rank, segment.size
         self._others = tuple(rank for rank in range(segment.size) if rank != segment.rank)
         self._round = 0  # since the group exists: the same number on all ranks
+        self._inboxes = Inboxes(segment)
+        self._outboxes = [Outbox(segment, rank) for rank in range(segment.size)]
+
+    def send(self, data: Tensor, target: int, tag: int) -> Steps:
+        return self._outboxes[target].send(data.view(torch.uint8), tag)
+
+    def receive(self, work: PythonWork, data: Tensor, source: int | None, tag: int) -> Steps:
+        return self._inboxes.receive(work, data.view(torch.uint8), source, tag)
 
     # Rounds
 
     def _until(self, column: int, count: int, ranks: Sequence[int]) -> Steps:
         """Wait until a counter of each of the ranks has reached a number."""
         words, lines = self._words, self._lines
-        for i, rank in enumerate(ranks):
+        for rank in ranks:
             while words[lines[rank] + column] < count:
-                yield tuple(
-                    other for other in ranks[i:] if words[lines[other] + column] < count
-                ) or (rank,)
+                yield (rank,)
         fence()
 
     def _until_free(self) -> Steps:
@@ -138,13 +145,12 @@ class SharedMemoryCollectives:
         wants = root in (None, self._rank)
         if data.nbytes <= _SMALL:
             yield from self._until_free()
-            number, dtype, count = self._round % SLOTS, data.dtype, data.numel()
-            slots = [self._segment.slot(r, number, dtype, count) for r in range(self._size)]
+            slots = [self._slot(rank, data.dtype)[: len(data)] for rank in range(self._size)]
             slots[self._rank].copy_(data)
             self._publish(call)
             if wants:
                 yield from self._until_written(self._others, call)
-                combine(op, slots, data, self._size)
+                combine(op, slots, data)
             self._end_round()
         else:
             for start, end in _chunks(len(data), SLOT // data.itemsize):
@@ -172,7 +178,7 @@ class SharedMemoryCollectives:
         yield from self._until(READ, self._round - SLOTS + 2, self._others)
         following = self._segment.slot(self._rank, (self._round + 1) % SLOTS, data.dtype)
         result = following[: high - low]
-        combine(op, parts, result, self._size)
+        combine(op, parts, result)
         self._end_round()
         self._publish(call)
         if wants:
@@ -202,7 +208,7 @@ class SharedMemoryCollectives:
                 for rank in range(self._size)
             ]
             if len(own):
-                combine(op, parts, output[start:end], self._size)
+                combine(op, parts, output[start:end])
             self._end_round()
 
     # Collectives over rings
@@ -219,7 +225,7 @@ class SharedMemoryCollectives:
             blocked = [(next(stream, None), stream) for stream in streams]
             streams = [stream for rank, stream in blocked if rank is not None]
             if streams:
-                yield frozenset(rank for rank, _ in blocked if rank is not None)
+                yield {rank for rank, _ in blocked if rank is not None}
 
     def _write(self, name: str, target: int, data: Tensor) -> Iterator[int]:
         """Write what a rank receives in a collective; yield the rank while there is no room."""
@@ -299,11 +305,9 @@ _FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "BOR": torch.bitwise_or,
     "BXOR": torch.bitwise_xor,
 }
-# PyTorch does not compute with these; the bits of a sum or a product are those of signed integers.
-_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 
-def combine(op: str, parts: Sequence[Tensor], out: Tensor, size: int) -> None:
+def combine(op: str, parts: Sequence[Tensor], out: Tensor) -> None:
     """Reduce flat tensors into another one, which may be the first of them.
 
     The value of rank 0 is combined with that of rank 1, the result with that of rank 2, and so on.
@@ -312,16 +316,11 @@ def combine(op: str, parts: Sequence[Tensor], out: Tensor, size: int) -> None:
     by bit, because a + b is b + a, and with more the last bits of a sum of floats may differ.
 
     Floats of less than 32 bits are reduced in float32 and rounded once at the end, whereas gloo
-    rounds after every addition. size: the number of ranks, for AVG.
+    rounds after every addition.
     """
-    function, total, shift = _FUNCTIONS[op], out, None
+    function, total = _FUNCTIONS[op], out
     rounds = out.is_floating_point() and out.itemsize < 4
-    if signed := _SIGNED.get(out.dtype):
-        parts, total = [part.view(signed) for part in parts], out.view(signed)
-        if op in ("MIN", "MAX"):  # so that the order of signed integers is that of unsigned ones
-            shift = torch.iinfo(signed).min
-            parts = [part ^ shift for part in parts]
-    elif rounds:
+    if rounds:
         parts = [part.float() for part in parts]
         total = torch.empty_like(parts[0])
     if len(parts) == 1:
@@ -331,8 +330,6 @@ def combine(op: str, parts: Sequence[Tensor], out: Tensor, size: int) -> None:
         for part in parts[2:]:
             function(total, part, out=total)
     if op == "AVG":
-        total.div_(size)
-    if shift is not None:
-        total.bitwise_xor_(shift)
+        total.div_(len(parts))
     if rounds:
         out.copy_(total)

@@ -7,11 +7,11 @@ sets it to 0 before it writes the message, and the receiver sets it to 1.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
 import torch
 
-from ddp_kit.backends.shm.engine import SharedWork, Steps
+from ddp_kit.backends.engine import PythonWork, Steps
 from ddp_kit.backends.shm.segment import MARKS, Ring, Segment
 
 _HEADER = 3  # integers of 8 bytes
@@ -66,7 +66,7 @@ class _Receive:
     """A receive. sources: the ranks from which it takes a message."""
 
     def __init__(
-        self, work: SharedWork, buffer: torch.Tensor, sources: Collection[int], tag: int
+        self, work: PythonWork, buffer: torch.Tensor, sources: Collection[int], tag: int
     ) -> None:
         self.work, self.buffer, self.sources, self.tag = work, buffer, sources, tag
         self.message: _Message | None = None
@@ -88,12 +88,7 @@ class Inboxes:
         self._posted: list[_Receive] = []
 
     def receive(
-        self,
-        work: SharedWork,
-        buffer: torch.Tensor,
-        source: int | None,
-        tag: int,
-        finish: Callable[[], None],
+        self, work: PythonWork, buffer: torch.Tensor, source: int | None, tag: int
     ) -> Steps:
         """Fill a buffer with a message of a rank; None: of any."""
         sources = range(self._segment.size) if source is None else (source,)
@@ -109,9 +104,8 @@ class Inboxes:
                 return
             ranks = sources if receive.message is None else (receive.message.source,)
             if not any(map(self._read_on, ranks)):
-                yield frozenset(ranks)
+                yield ranks
         self._take(receive, receive.message)
-        finish()
 
     def _read_on(self, rank: int) -> bool:
         """Read on in the message of a rank, or in its next one; return whether it is complete."""

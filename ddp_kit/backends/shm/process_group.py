@@ -1,8 +1,8 @@
 """The process group of `shm`: how its operations start, and how its ranks come to share a segment.
 
-They meet through PyTorch's store. Each rank writes into it on which host it runs. Rank 0 waits for
-all, creates the segment, and writes where it is: a descriptor of its own process, which the others
-open under /proc. When all have opened it, rank 0 closes the descriptor.
+They meet through PyTorch's store. Rank 0 creates the segment, and writes into it on which host it
+runs, and where the segment is: a descriptor of its own process, which the others open under /proc.
+When all have opened it, rank 0 closes the descriptor.
 """
 
 from __future__ import annotations
@@ -15,17 +15,16 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
-import torch
-from torch import Tensor
 from torch.distributed import Store
 
-from ddp_kit.backends.process_group import Call, PythonProcessGroup, timeout_error
+from ddp_kit.backends.engine import timeout_error
+from ddp_kit.backends.process_group import PythonProcessGroup
 from ddp_kit.backends.shm import segment as segments
-from ddp_kit.backends.shm.collectives import SharedMemoryCollectives
-from ddp_kit.backends.shm.engine import Engine, SharedWork, Steps
-from ddp_kit.backends.shm.messages import Inboxes, Outbox
-from ddp_kit.backends.shm.segment import PID, Segment
+from ddp_kit.backends.shm.collectives import SharedMemoryOperations
+from ddp_kit.backends.shm.segment import ENTERED, Segment
 from ddp_kit.errors import BackendError
+
+_KEY = "segment"
 
 
 class SharedMemoryProcessGroup(PythonProcessGroup):
@@ -40,48 +39,18 @@ class SharedMemoryProcessGroup(PythonProcessGroup):
     or size get an error that names both, unless one of the two is a gather, scatter or all_to_all:
     then they wait for each other.
 
-    After its timeout an operation raises RuntimeError, and also as soon as a process has ended
-    without which it cannot go on. After a collective that failed the group cannot be used again.
+    After its timeout an operation raises RuntimeError; nothing looks earlier whether the process of
+    another rank has ended. After a collective that failed the group cannot be used again.
 
     `collectives.combine` says in which order sums are added, and `segment` what the order of stores
     relies on. The README has a table of what this backend lacks.
 
-    members: pidfds of the other processes, by rank. timeout: seconds until an operation fails.
+    timeout: seconds until an operation fails.
     """
 
-    def __init__(self, segment: Segment, members: dict[int, int], timeout: float) -> None:
-        collectives = SharedMemoryCollectives(segment)
-        super().__init__("shm", segment.rank, segment.size, timeout, collectives)
-        self._engine = Engine(segment, members)
-        self._inboxes = Inboxes(segment)
-        self._outboxes = [Outbox(segment, rank) for rank in range(segment.size)]
-
-    def shutdown(self) -> None:
-        self._engine.close()
-
-    def _start(self, call: Call) -> SharedWork:
-        def steps() -> Steps:
-            for each in call.steps:
-                yield from each
-            call.finish()
-
-        return self._engine.start(SharedWork(self._engine, call, is_collective=True), steps())
-
-    def _send(self, call: Call, data: Tensor, target: int, tag: int) -> SharedWork:
-        self._check_rank("send", target)
-        steps = self._outboxes[target].send(data.view(torch.uint8), tag)
-        return self._engine.start(SharedWork(self._engine, call), steps)
-
-    def _receive(self, call: Call, buffer: Tensor, source: int | None, tag: int) -> SharedWork:
-        if source is not None:
-            self._check_rank("recv", source)
-        work, buffer = SharedWork(self._engine, call), buffer.view(torch.uint8)
-        steps = self._inboxes.receive(work, buffer, source, tag, call.finish)
-        return self._engine.start(work, steps)
-
-    def _check_rank(self, name: str, rank: int) -> None:
-        if not 0 <= rank < self._size:
-            raise ValueError(f"{name}: there is no rank {rank} in a group of {self._size}")
+    def __init__(self, segment: Segment, timeout: float) -> None:
+        operations = SharedMemoryOperations(segment)
+        super().__init__("shm", segment.rank, segment.size, timeout, operations, segment)
 
 
 def create_group(options: Any) -> SharedMemoryProcessGroup:
@@ -90,108 +59,65 @@ def create_group(options: Any) -> SharedMemoryProcessGroup:
     Raises BackendError if the ranks are not on one host, or cannot see each other's processes;
     RuntimeError if not all of them come within the timeout.
     """
-    rank, size = options.group_rank, options.group_size
-    joining = _Joining(options.store, rank, size, options.timeout.total_seconds())
-    segment = joining.create() if rank == 0 else joining.open()
-    return SharedMemoryProcessGroup(segment, joining.members(segment), joining.timeout)
+    store, rank, size = options.store, options.group_rank, options.group_size
+    timeout = options.timeout.total_seconds()
+    deadline = time.monotonic() + timeout
+    if rank == 0:
+        descriptor = segments.create(size)
+        where = {"path": f"/proc/{os.getpid()}/fd/{descriptor}", **_identity()}
+        store.set(_KEY, json.dumps(where))
+    else:
+        descriptor = _open(_where(store, timeout, deadline), rank, size)
+    try:
+        segment = Segment(descriptor, rank, size)
+        _enter(segment, timeout, deadline)
+        return SharedMemoryProcessGroup(segment, timeout)
+    finally:
+        os.close(descriptor)
+        if rank == 0:
+            store.delete_key(_KEY)  # so that a later attempt does not find it
 
 
-class _Joining:
-    def __init__(self, store: Store, rank: int, size: int, timeout: float) -> None:
-        self._store, self._rank, self._size, self.timeout = store, rank, size, timeout
-        self._deadline = time.monotonic() + timeout
-
-    def create(self) -> Segment:
-        """Create the segment, once it is known that all ranks can open it."""
-        descriptor = segments.create(self._size)
-        try:
-            others = [json.loads(self._get(f"rank{rank}")) for rank in range(1, self._size)]
-            for rank, other in enumerate(others, 1):
-                self._store.delete_key(f"rank{rank}")
-                if refusal := _refusal(_identity(), other, rank):
-                    self._tell_all({"refused": refusal})
-                    raise BackendError(refusal)
-            segment = Segment(descriptor, self._rank, self._size)
-            path = f"/proc/{os.getpid()}/fd/{descriptor}"
-            self._tell_all({"path": path})
-            self._enter(segment)
-            return segment
-        finally:
-            os.close(descriptor)
-
-    def _tell_all(self, answer: dict[str, str]) -> None:
-        for rank in range(1, self._size):
-            self._store.set(f"answer{rank}", json.dumps(answer))
-
-    def open(self) -> Segment:
-        """Open the segment that rank 0 has created."""
-        self._store.set(f"rank{self._rank}", json.dumps(_identity()))
-        try:
-            answer = json.loads(self._get(f"answer{self._rank}"))
-        except RuntimeError:
-            with suppress(RuntimeError):  # so that a later attempt does not take it for ours
-                self._store.delete_key(f"rank{self._rank}")
+def _where(store: Store, timeout: float, deadline: float) -> dict[str, str]:
+    """Return what rank 0 says of its segment; wait for it. Raise RuntimeError after the timeout."""
+    try:
+        store.wait([_KEY], timedelta(seconds=timeout))
+    except RuntimeError:
+        if time.monotonic() < deadline:
             raise
-        self._store.delete_key(f"answer{self._rank}")
-        if "refused" in answer:
-            raise BackendError(answer["refused"])
-        segment = self._map(answer["path"])
-        if segment is None:
-            raise BackendError(
-                f'backend="shm": rank {self._rank} cannot open the shared memory of rank 0; '
-                'let all ranks run as one user, or use backend="gloo"'
-            )
-        self._enter(segment)
-        return segment
+        raise timeout_error("new_group", timeout) from None
+    return json.loads(store.get(_KEY))
 
-    def _map(self, path: str) -> Segment | None:
-        try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        except OSError:
-            return None
-        try:
-            if os.fstat(descriptor).st_size != segments.bytes_for(self._size):
-                return None
-            return Segment(descriptor, self._rank, self._size)
-        finally:
-            os.close(descriptor)
 
-    def _enter(self, segment: Segment) -> None:
-        """Write this process into the segment, and wait until all have done so."""
-        segment.words[segment.lines[self._rank] + PID] = os.getpid()
-        segment.announce()
-        for rank in range(self._size):
-            while True:
-                seen = segment.bells[rank]
-                if segment.words[segment.lines[rank] + PID]:
-                    break
-                left = self._deadline - time.monotonic()
-                if left <= 0:
-                    raise timeout_error("new_group", self.timeout)
-                segments.sleep(segment.addresses[rank], seen, min(left, 0.1))
+def _open(where: dict[str, str], rank: int, size: int) -> int:
+    """Return a descriptor of rank 0's segment. Raise BackendError if this rank cannot share it."""
+    if refusal := _refusal(where, _identity(), rank):
+        raise BackendError(refusal)
+    with suppress(OSError):
+        descriptor = os.open(where["path"], os.O_RDWR | os.O_CLOEXEC)
+        if os.fstat(descriptor).st_size == segments.bytes_for(size):
+            return descriptor
+        os.close(descriptor)
+    raise BackendError(
+        f'backend="shm": rank {rank} cannot open the shared memory of rank 0; '
+        'let all ranks run as one user, or use backend="gloo"'
+    )
 
-    def _get(self, key: str) -> bytes:
-        """Return the value of a key; wait for it. Raise RuntimeError after the timeout."""
-        left = max(0.001, self._deadline - time.monotonic())
-        try:
-            self._store.wait([key], timedelta(seconds=left))
-        except RuntimeError:
-            if time.monotonic() < self._deadline:
-                raise
-            raise timeout_error("new_group", self.timeout) from None
-        return self._store.get(key)
 
-    def members(self, segment: Segment) -> dict[int, int]:
-        """Return a descriptor for the process of each other rank, which tells when it has ended."""
-        descriptors: dict[int, int] = {}
-        for rank in range(self._size):
-            pid = segment.words[segment.lines[rank] + PID]
-            if rank != self._rank and pid != os.getpid():
-                try:
-                    descriptors[rank] = os.pidfd_open(pid)
-                except OSError as error:
-                    raise RuntimeError(f"the process of rank {rank} has ended") from error
-        return descriptors
+def _enter(segment: Segment, timeout: float, deadline: float) -> None:
+    """Write into the segment that this rank has opened it, and wait until all have."""
+    words, lines = segment.words, segment.lines
+    words[lines[segment.rank] + ENTERED] = 1
+    segment.announce()
+    while True:
+        seen = segment.look()
+        late = [rank for rank, line in enumerate(lines) if not words[line + ENTERED]]
+        if not late:
+            return
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise timeout_error("new_group", timeout)
+        segment.sleep(seen, late[:1], min(left, 0.1))
 
 
 def _identity() -> dict[str, str]:
