@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +23,7 @@ from ddp_kit.check.grader import (
     same,
     unknown,
 )
-from ddp_kit.check.record import Score, on_a_wire, record, rounds
+from ddp_kit.check.record import Score, Span, record, rounds
 from ddp_kit.error_text import count, name_ranks
 from ddp_kit.trace import Trace
 from ddp_kit.trace.schedule import START, WAIT, schedule
@@ -258,7 +259,7 @@ def _all_to_all_fast(grader: Grader) -> Score:
         "other pieces": True,
     }
     grader.compare(wanted, found, mistakes, verb="return")
-    return on_a_wire(result.trace, LATENCY, 1 / BYTES)
+    return _timed(result.trace)
 
 
 def _exchange(rank: int, world_size: int, all_to_all: Callable, table: torch.Tensor) -> Any:
@@ -273,3 +274,26 @@ def _exchange(rank: int, world_size: int, all_to_all: Callable, table: torch.Ten
         return None
     pieces = (piece if isinstance(piece, torch.Tensor) else torch.zeros(1) for piece in returned)
     return [names.get(tuple(piece.flatten().tolist())) for piece in pieces]
+
+
+def _timed(trace: Trace) -> Score:
+    """Score a run by the time that its messages take, in steps that begin on all ranks at once.
+
+    In a step are the messages of which none must wait for another one. A rank sends its messages
+    of a step one after the other, and meanwhile receives its own in the same way.
+    """
+    at = schedule(trace).at
+    steps = defaultdict(list)
+    for message in trace.messages():
+        if message.recv is not None:
+            steps[at[message.recv.rank, message.recv.index]].append(message)
+    now, spans = 0.0, []
+    for _, together in sorted(steps.items()):
+        sends, receives = [0.0] * trace.world_size, [0.0] * trace.world_size
+        for message in sorted(together, key=lambda m: (m.src, m.dst)):
+            begin, takes = now + sends[message.src], LATENCY + message.nbytes / BYTES
+            spans.append(Span(message.src, begin, begin + takes, f"to {message.dst}"))
+            sends[message.src] += takes
+            receives[message.dst] += takes
+        now += max(*sends, *receives)
+    return Score(now, spans)
