@@ -43,7 +43,7 @@ SLOWER = 1.1  # times the seconds of the fastest plan that fits
 LOSSES = (4.858523188674917, 4.791008808984107, 4.724579976484591)  # of one process
 CLOSE = 1e-12  # more than rounding explains, less than any mistake makes
 SMALL = 1e-6  # less than all mistakes make but rounding to float32
-SENT, TIME = 0.01, 0.1  # how far off predictions may be
+SENT, TIME = 0.01, 0.04  # how far off predictions may be
 MESSAGE = "message"
 
 
