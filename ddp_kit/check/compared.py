@@ -145,9 +145,11 @@ def compared(
     sizes: the numbers of ranks. For `worker`, `spare` and `call`, see Comparison; for the others,
     such as `cases`, see `exercise`.
     """
-    where = f"on {name_counts(sorted(sizes))} {'rank' if max(sizes) == 1 else 'ranks'}"
-    others = (SENT,) if max(sizes) > 1 and spare is not None else ()
-    about = {"where": where, "others": others, "part": by_size(sizes), "cases": sizes} | about
+    where, part, others = "in every case", lambda _: "in every case", ()
+    if max(sizes) > 1:
+        where, part = f"on {name_counts(sorted(sizes))} ranks", by_size(sizes)
+        others = () if spare is None else (SENT,)
+    about = {"where": where, "others": others, "part": part, "cases": sizes} | about
 
     def add(worker: Worker) -> Worker:
         comparison = Comparison(number, form.partition("(")[0], worker, spare, call)

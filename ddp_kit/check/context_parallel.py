@@ -117,10 +117,9 @@ def _attend_forward(rank: int, n: int, attend: Callable) -> dict:
         notes: list[Any] = []
         given = (query, key, value, shards, causal, lambda *note, to=notes: to.append(note))
         found[f"the output, {name}"], found[f"the logsumexp, {name}"] = attend(*given)
-        found[f"the notes, {name}"] = sorted(
-            f"owner {owner}: rows from {rows.start}, columns from {columns.start}, {pairs} pairs"
-            for owner, rows, columns, pairs in notes
-        )
+        for owner in range(n):
+            noted = sorted([r.start, c.start, pairs] for by, r, c, pairs in notes if by == owner)
+            found[f"what it noted of rank {owner}'s keys, {name} (row, column, pairs)"] = noted
     return found
 
 

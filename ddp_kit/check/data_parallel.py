@@ -71,7 +71,13 @@ def _by_hand(rank: int, world_size: int, by_hand: Callable) -> dict[str, Any]:
     return found
 
 
-@compared("7.3", "in_parts(function, batch, n)", "for nested batches", kind="function", sizes=(1,))
+@compared(
+    "7.3",
+    "in_parts(function, batch, n)",
+    kind="function",
+    sizes=(1,),
+    where="for nested batches",
+)
 def _in_parts(rank: int, world_size: int, in_parts: Callable) -> dict[str, Any]:
     labels, seen, model = torch.arange(5), [], _model()
 

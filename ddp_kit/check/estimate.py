@@ -66,11 +66,17 @@ class Estimate:
         size = "small" if answer < self.answer else "large"
         error = ExerciseError(f"exercise {self.number}: {self._format(answer)} is too {size}")
         error.hint = "\n".join(steps.of(mistake))
+        scales = (0.001, 0.01, 100, 1000)
+        if mistake == "other" and any(
+            math.isclose(answer, s * self.answer, rel_tol=self.within) for s in scales
+        ):
+            error.hint = f"The answer is in {self.unit}. In which unit is your number?"
         error.mistake = find(self.number, mistake).mistake
         raise error
 
     def _format(self, value: float) -> str:
-        rounded = float(f"{value:.3g}")  # "{2500:,.3g}" is 2.5e+03
+        # Three digits, but all of a whole number such as 1,024. "{2500:,.3g}" is 2.5e+03.
+        rounded = value if value % 1 == 0 and abs(value) < 10_000 else float(f"{value:.3g}")
         return f"{rounded:,.10g} {self.unit}".strip()
 
 
