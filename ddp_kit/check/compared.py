@@ -89,7 +89,7 @@ class Comparison:
                 grader.fail(f"right, but {much}", hint=self.mistake(learners, case), part=SENT)
 
     def mistake(self, learners: Outcome, case: tuple) -> str:
-        """Return the mistake with which a wrong answer does the same; "" if none is known."""
+        """Return the mistake with which a wrong answer does the same; "" if none fits."""
         too_much = self._sends_too_much(learners, case)
         names = programs(self.number).keys() - ({"", "as before"} if learners.failed else {""})
         known = {name: outcome(self, name, case) for name in sorted(names)}
@@ -107,7 +107,9 @@ class Comparison:
             other = "fails"
         elif f"{self.number} another form" in hints() and _forms(right) != _forms(learners.values):
             other = "another form"
-        return other if {other, f"{self.number} {other}"} & hints().keys() else ""
+        if {other, f"{self.number} {other}"} & hints().keys():
+            return other
+        return "unknown" if other == "otherwise" else ""
 
     def most(self, case: tuple) -> list[float]:
         """Return how many bytes each rank may send."""

@@ -119,6 +119,7 @@ def _who_am_i(rank: int, world_size: int, who_am_i: Callable) -> dict:
 def _local_rank_of(rank: int, world_size: int, local_rank_of: Callable) -> dict:
     cases = [
         ([], {"LOCAL_RANK": "3"}),
+        (["--local-rank=0"], {"LOCAL_RANK": "3"}),
         (["--local-rank=2"], {}),
         (["--local_rank=2"], {}),
         (["--local_rank", "1", "--epochs", "3"], {"RANK": "5"}),
