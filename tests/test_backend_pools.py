@@ -257,7 +257,7 @@ def test_bare_ranks_are_recorded_from_their_first_run_on(backend, tmp_path):
 def test_a_folder_with_a_long_name_is_refused_in_one_sentence(tmp_path, monkeypatch):
     (tmp_path / ("long" * 25)).mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("long" * 25)))
-    with pytest.raises(kit.PoolError, match="set TMPDIR to a folder with a shorter name"):
+    with pytest.raises(kit.PoolError, match="TMPDIR must be a folder with a shorter name"):
         kit.WorkerPool(2, backend="mpi")
 
 
