@@ -17,6 +17,7 @@ from ddp_kit.check.partial_credit import Credit
 from ddp_kit.errors import ExerciseError
 
 CLOSE = 0.02  # a wrong answer is recognized within this
+SCALES = (0.001, 0.01, 100, 1000)  # of the answer in another unit, such as a fraction for percent
 
 
 @dataclass(frozen=True)
@@ -62,15 +63,12 @@ class Estimate:
         if math.isclose(answer, self.answer, rel_tol=self.within):
             return
         near = (n for n, value in self.wrong.items() if math.isclose(answer, value, rel_tol=CLOSE))
-        mistake = next(near, "other")
+        scaled = (value * self.answer for value in SCALES)
+        is_scaled = any(math.isclose(answer, value, rel_tol=self.within) for value in scaled)
+        mistake = next(near, "other unit" if is_scaled else "other")
         size = "small" if answer < self.answer else "large"
         error = ExerciseError(f"exercise {self.number}: {self._format(answer)} is too {size}")
         error.hint = "\n".join(steps.of(mistake))
-        scales = (0.001, 0.01, 100, 1000)
-        if mistake == "other" and any(
-            math.isclose(answer, s * self.answer, rel_tol=self.within) for s in scales
-        ):
-            error.hint = f"The answer is in {self.unit}. In which unit is your number?"
         error.mistake = find(self.number, mistake).mistake
         raise error
 

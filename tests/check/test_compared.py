@@ -24,3 +24,7 @@ def test_a_changed_solution_makes_its_mistake(number, mistake):
     check = CHECKS[number]
     name = check.exercise.form.partition("(")[0]
     assert_mistake(check, defined(number, programs(number)[mistake], name), mistake)
+
+
+def test_a_result_that_no_known_mistake_has_gets_a_question():
+    assert_mistake(kit.check.exercise_4_d, lambda n, alpha, per_byte: -1.0, "unknown")

@@ -45,3 +45,13 @@ def test_dots_are_not_solved_yet():
 )
 def test_a_number_is_shown_in_three_digits_without_a_power_of_ten(number, text):
     assert f"exercise 12.5: {text} ms is too " in error_text(kit.check.exercise_12_5, number)
+
+
+def test_a_number_in_another_unit_is_asked_for_its_unit_at_the_second_try():
+    check = kit.check.exercise_12_7
+    answer = check.exercise.answer / 100
+    assert_mistake(check, answer, "other unit")
+    for step, asked in ((1, False), (2, True)):
+        with pytest.raises(kit.ExerciseError) as caught:
+            check(answer, hint=step)
+        assert ("In which unit is your number" in str(caught.value)) is asked
