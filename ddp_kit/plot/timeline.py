@@ -33,6 +33,7 @@ from ddp_kit.plot.timeline_lanes import (
     part,
 )
 from ddp_kit.trace import Trace
+from ddp_kit.trace.schedule import Key
 
 if TYPE_CHECKING:
     from ddp_kit.notebook.timeline import TimelineWidget
@@ -52,6 +53,9 @@ BINS = 60  # parts of the picture, of each of which a rank spends a share in cal
 BLOCK = 0.2  # inches: the height of training steps in small
 MOST_TICKS = 20  # training steps with a number
 TONES, SHOWN, ZOOM = ("#d3dde6", "#b3c3d1"), "#33475b", "#f3f5f7"  # of training steps
+
+Place = tuple[float, float]  # on the axes of the lanes
+Lines = dict[Key | None, tuple[Place, Place]]  # where flights begin and end
 
 
 class Name(NamedTuple):
@@ -133,17 +137,18 @@ class Panel:
         for link in lanes.links:
             self._draw_link(link)
         named = {(bar.rank, bar.never) for bar in lanes.bars if self._label(bar)}
-        self._draw_flights()
+        lines = self._draw_flights()
         few = sum(bool(each.never) for each in lanes.arrows) <= MOST_NAMED
         for each in lanes.arrows:
             if each.never:
                 rank = each.src if each.never == "never received" else each.dst
-                self._draw_lost(each, few and (rank, each.never) not in named)
+                self._draw_lost(each, lines, few and (rank, each.never) not in named)
             else:
                 side = math.copysign(HALF, each.dst - each.src)
-                ends = (each.begin, each.src + side), (each.end, each.dst - side)
+                begin, _ = lines.get(each.send, ((each.begin, each.src + side), None))
+                _, end = lines.get(each.recv, (None, (each.end, each.dst - side)))
                 # Below the bars: it passes behind the ranks between its ends.
-                style.arrow(self.ax, *ends, style.edge_color(each.src), zorder=1.5)
+                style.arrow(self.ax, begin, end, style.edge_color(each.src), zorder=1.5)
 
     def _is_free(self, begin: float, end: float, y: float) -> bool:
         """Take a place for a label; return whether it was free."""
@@ -177,34 +182,42 @@ class Panel:
                 return text in never
         return False
 
-    def _draw_flights(self) -> None:
-        """Draw thin lines below the bars, from a call to its `wait()`; those of one time in levels.
+    def _draw_flights(self) -> Lines:
+        """Draw thin lines below the bars, from a call to its end; those of one time in levels.
 
-        All of a kind are one line, because they may be hundreds.
+        All of a kind are one line, because they may be hundreds. Returns the ends of each.
         """
         levels = flight_levels(self.flights, self.lane)
-        drawn: dict[str, list[tuple[float, float, float, bool]]] = {}
+        lines: Lines = {}
+        waits: dict[str, list[Place]] = {}
         for each, level in zip(self.flights, levels, strict=True):
             y = each.rank + HALF + (FIRST + LEVEL * level) / self.lane
             inset = INSET / self.scale
             begin, end = each.begin + inset, max(each.end - inset, each.begin + 2 * inset)
-            drawn.setdefault(each.kind, []).append((begin, end, y, each.waited))
-            at = begin + 0.07 / self.scale
-            room = each.kind != "collective" and end - at > self._width(each.op)
-            if room and self._is_free(at, at + self._width(each.op), y):
+            lines[each.rank, each.index] = (begin, y), (end, y)
+            label, width = begin + 0.07 / self.scale, self._width(each.op)
+            if each.wait is not None:
+                at = max(begin + inset, min(each.wait, each.last - inset))
+                waits.setdefault(each.kind, []).append((at, y))
+                if at < label + width:
+                    label = at + 0.07 / self.scale
+            room = each.kind != "collective" and end - label > width
+            if room and self._is_free(label, label + width, y):
                 paper = {"boxstyle": "square,pad=0.05", "facecolor": PAPER, "edgecolor": "none"}
                 look = {"color": LOOKS[each.kind][1], "bbox": paper, "zorder": 3.3, "clip_on": True}
-                self._write(at, y, each.op, **look)
-        for kind, flights in drawn.items():
+                self._write(label, y, each.op, **look)
+        for kind in dict.fromkeys(each.kind for each in self.flights):
             look = {"color": LOOKS[kind][1], "zorder": 3.2, "markersize": 4}
-            xs = [x for begin, end, *_ in flights for x in (begin, end, math.nan)]
-            ys = [y for *_, y, _ in flights for _ in range(3)]
+            own = [lines[each.rank, each.index] for each in self.flights if each.kind == kind]
+            points = [point for begin, end in own for point in (begin, end, (math.nan, math.nan))]
+            xs, ys = zip(*points, strict=True)
             self.ax.plot(xs, ys, linestyle="-", linewidth=1.4, solid_capstyle="butt", **look)
             rim = {"markerfacecolor": PAPER, "markeredgewidth": 1.1}
             self.ax.plot(xs[::3], ys[::3], linestyle="", marker="o", **rim, **look)
-            waited = [(end, y) for _, end, y, waited in flights if waited]
-            if waited:
-                self.ax.plot(*zip(*waited, strict=True), linestyle="", marker="D", **look)
+            if kind in waits:
+                xs, ys = zip(*waits[kind], strict=True)
+                self.ax.plot(xs, ys, linestyle="", marker="D", **look)
+        return lines
 
     def _draw_link(self, link: Link) -> None:
         color = LOOKS["collective"][1] if link.whole else LOST
@@ -219,14 +232,20 @@ class Panel:
         for rank in range(min(ranks), max(ranks) + 1):  # no label there
             self._is_free(min(places) - 0.05 / self.scale, max(places) + 0.05 / self.scale, rank)
 
-    def _draw_lost(self, lost: Arrow, named: bool) -> None:
-        """Draw the end of an arrow that has no other end and, if `named`, what never happened."""
+    def _draw_lost(self, lost: Arrow, lines: Lines, named: bool) -> None:
+        """Draw the end of an arrow that has no other end and, if `named`, what never happened.
+
+        lines: where those of what is under way begin and end.
+        """
         sent = lost.never == "never received"
         src = lost.src if lost.src is not None else -1
         side = math.copysign(1, lost.dst - src) * (1 if sent else -1)
         rank, at = (src, lost.begin) if sent else (lost.dst, lost.end)
         near = (at, rank + HALF * side)
-        far = (at + 0.14 / self.scale * (1 if sent else -1), rank + 0.46 * side)
+        if (key := lost.send or lost.recv) in lines:
+            (begin, y), (end, _) = lines[key]
+            near = ((begin + end) / 2 if sent else end, y)
+        far = (near[0] + 0.14 / self.scale * (1 if sent else -1), near[1] + 0.19 * side)
         style.arrow(self.ax, *((near, far) if sent else (far, near)), LOST, linestyle=DASHES)
         _, high = self.ax.get_xlim()
         begin = max(near[0], far[0]) + 0.05 / self.scale
@@ -292,7 +311,7 @@ def flight_levels(flights: Sequence[Flight], lane: float) -> list[int]:
     levels = [0] * len(flights)
     for i in sorted(range(len(flights)), key=lambda i: flights[i].begin):
         ends = over.setdefault(flights[i].rank, [-math.inf] * most)
-        begin, end = flights[i].begin, flights[i].end
+        begin, end = flights[i].begin, flights[i].last
         free = (level for level in range(most) if ends[level] <= begin)
         levels[i] = next(free, most - 1)
         ends[levels[i]] = max(ends[levels[i]], end, math.nextafter(begin, math.inf))
@@ -426,9 +445,9 @@ def timeline(
 
     source: a trace, or a result or an error, whose `trace` is taken.
     timed: False draws only the order, which is the same on every run: each message or collective
-        takes one step, a call or `wait()` also lasts the steps that it waits, what is started and
-        not yet waited for is a thin line, and computing takes none. True draws milliseconds since
-        the first rank began.
+        takes one step, a call or `wait()` also lasts the steps that it waits, what a call only
+        starts is a thin line until it is complete, and computing takes none. True draws
+        milliseconds since the first rank began.
     step: the training step to draw in large, from 0; -1 is the last one. By default one with the
         calls that most training steps have and, timed, with the median duration of those; but if
         the run never ended, what came after the last one.
@@ -546,8 +565,11 @@ def _caption(panel: Panel) -> str:
         else "Each message or collective takes one step, and a longer bar is a wait. "
         "Computing takes none.": True,
         f"An arrow is a message{color}.": lanes.arrows,
-        "\N{WHITE CIRCLE}\N{BOX DRAWINGS LIGHT HORIZONTAL}\N{BLACK DIAMOND}: "
-        "in flight, called and not waited for yet.": panel.flights,
+        "\N{WHITE CIRCLE}\N{BOX DRAWINGS LIGHT HORIZONTAL}: from a call that returned at once "
+        f"until it is {'known to be ' * timed}complete.": panel.flights,
+        "\N{BLACK DIAMOND}:\N{NO-BREAK SPACE}its\N{NO-BREAK SPACE}wait().": any(
+            each.wait is not None for each in panel.flights
+        ),
         f"A vertical line is a collective{when}.": lanes.links,
         "A bracket joins collectives with the same name.": panel.shared,
         "Some names of collectives are left out for lack of space.": any(
