@@ -344,6 +344,14 @@ def test_timed_bars_are_milliseconds_since_the_first_rank_began():
     )
 
 
+@pytest.mark.parametrize("timed", [False, True], ids=["order", "time"])
+def test_only_in_time_is_a_rank_in_no_call(timed):
+    picture = timeline(traces.program(*traces.TREE), timed=timed)
+    assert ("not in a call" in texts(picture)) == timed
+    lanes = [each.get_paths()[0].get_extents().height for each in picture.axes[1].collections[:5]]
+    assert all((height > 0.1) == timed for height in lanes)  # else a hairline
+
+
 def test_timed_picture_of_silent_ranks_is_their_spans():
     picture = timeline(Trace(2, (), spans=((0, MS), (0, 2 * MS))), timed=True)
     assert repr(picture).startswith("No message on 2 ranks, in time (ms)\n")

@@ -323,8 +323,10 @@ def _bracket(ax: Axes, xs: Sequence[float], ys: Sequence[float], color: str) -> 
 
 
 def _draw_spans(ax: Axes, lanes: Lanes) -> None:
+    """Draw when each rank ran and, in time, that it was in no call wherever nothing covers that."""
+    half = 0.01 if lanes.zero is None else HALF
     for rank, (begin, end) in enumerate(lanes.spans):
-        style.bars(ax, [(begin, end - begin)], (rank - HALF, 2 * HALF), NO_CALL, "none")
+        style.bars(ax, [(begin, end - begin)], (rank - half, 2 * half), NO_CALL, "none")
 
 
 def draw_shares(ax: Axes, lanes: Lanes, looks, bins: int = BINS) -> None:
@@ -375,7 +377,6 @@ def _draw_overview(
     ax.set_yticks([])
     ax.spines["left"].set_visible(False)
     strip = roof, BLOCK / lane
-    style.bars(ax, [(begin, end - begin)], strip, NO_CALL, "none")
     for fill, drawn in ((TONES[0], spans[::2]), (TONES[1], spans[1::2]), (SHOWN, [window])):
         blocks = [(first, last - first) for first, last in drawn]
         style.bars(ax, blocks, strip, fill, PAPER, linewidth=0.4, zorder=2)
@@ -499,7 +500,7 @@ def timeline(
     if any(trace.dropped):
         parts.append(f"The {sum(trace.dropped):,} oldest events were dropped and are not shown.")
     kinds = {bar.kind for bar in lanes.bars}
-    key = {"not in a call": (NO_CALL, "none")}
+    key = {"not in a call": (NO_CALL, "none")} if timed else {}
     key |= {text: LOOKS[kind] for kind, text in NAMES.items() if kind in kinds}
     above = 1.04 + _overview_height(lanes) if training else 0.0
     top = 0.36 + above + large.head
