@@ -666,11 +666,11 @@ def test_step_times_table_is_the_median():
     )
 
 
-def test_bars_end_at_the_median_and_lines_at_fastest_and_slowest():
+def test_bars_end_at_the_median_and_lines_at_the_quartiles():
     picture = step_times(STEP_TIMES)
     ax = picture.axes[1]
     assert [bar.get_width() for bar in ax.patches] == pytest.approx([12, 20.5])
-    assert ax.collections[0].get_segments()[0][:, 0] == pytest.approx([10, 30])
+    assert ax.collections[0].get_segments()[0][:, 0] == pytest.approx([11, 21])
     assert [label.get_text() for label in ax.get_yticklabels()] == ["DDP", "by hand"]
     assert ax.get_xlabel() == "time of one step (ms)"
 

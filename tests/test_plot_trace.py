@@ -233,29 +233,59 @@ def test_a_call_is_as_long_as_the_steps_before_its_other_side():
     sends = {bar.rank: (bar.begin, bar.end) for bar in lanes.bars if bar.op == "send"}
     assert sends == {1: (0.5, 1.5), 2: (1.5, 2.5), 3: (0.5, 1.5), 4: (0.5, 3.5)}
     (arrow,) = (arrow for arrow in lanes.arrows if arrow.src == 4)
-    assert 2.5 < arrow.begin < arrow.end < 3.5
+    assert 0.5 < arrow.begin < 1 < 3 < arrow.end < 3.5  # from the call until it is received
 
 
-def test_what_is_in_flight_is_a_thin_line_to_its_wait():
+def test_what_is_started_is_a_thin_line_until_it_is_complete():
     trace = traces.program("isend 1 a, recv 1, wait a", "irecv 0 a, wait a, send 0")
     for lanes in (by_steps(trace), by_time(trace)):
         flights = {each.op: each for each in lanes.flights}
         bars = {(bar.rank, bar.op): bar for bar in lanes.bars}
         assert flights.keys() == {"isend", "irecv"}
-        assert all(each.waited for each in lanes.flights)
+        assert None not in {each.wait for each in lanes.flights}
         assert bars[1, "irecv"].waits
         assert not bars[0, "recv"].waits
     # In steps: the message is over before rank 0 waits for it, so that wait is no bar.
     lanes = by_steps(trace)
-    assert [(f.op, f.begin, f.end) for f in lanes.flights] == [
-        ("isend", 0.5, 2.5),
-        ("irecv", 0.5, 0.95),
+    assert [(f.op, f.begin, f.end, f.wait) for f in lanes.flights] == [
+        ("isend", 0.5, 1.5, 2.5),
+        ("irecv", 0.5, 1.5, 0.75),
     ]
     assert [(bar.op, bar.begin, bar.end) for bar in lanes.bars if bar.rank == 1] == [
-        ("irecv", 0.95, 1.5),  # it has room to be in flight
+        ("irecv", 0.75, 1.5),  # there is room before it for its call
         ("send", 1.5, 2.5),
     ]
     assert (0, "isend") not in {(bar.rank, bar.op) for bar in lanes.bars}
+
+
+def sent_early(**given):
+    """Rank 0 starts a send at 1 ms and waits for it from 3 to 9 ms; rank 1 has it after 8 ms."""
+    script, zero = traces.Script(2), 4 * MS
+    send = script.add(0, "isend", "send", peer=1, blocking=False)
+    recv = script.add(1, "irecv", "recv", peer=0, blocking=False)
+    times = {"start": zero + 1 * MS, "waited": zero + 3 * MS, "end": zero + 9 * MS}
+    script.events[0] = [replace(send, **times | given)]
+    script.events[1] = [replace(recv, start=zero + 2 * MS, waited=zero + 8 * MS, end=zero + 8 * MS)]
+    script.now = [zero + 9 * MS] * 2
+    return script.trace()
+
+
+@pytest.mark.parametrize("given", [{}, {"end": None}, {"waited": None, "end": None}])
+def test_send_is_complete_when_its_message_is_received(given):
+    sent, received = by_time(sent_early(**given)).flights
+    assert (sent.op, sent.begin, sent.end) == ("isend", 1, 8)
+    assert sent.wait == (None if "waited" in given else 3)
+    assert (received.op, received.begin, received.end, received.wait) == ("irecv", 2, 8, 8)
+
+
+@pytest.mark.parametrize("timed", [False, True], ids=["order", "time"])
+def test_arrow_between_calls_that_return_at_once_joins_their_lines(timed):
+    picture = timeline(sent_early(), timed=timed)
+    ((begin, end, _),) = arrows(picture)
+    sent, received = markers(picture, "o")
+    assert begin == (sent.get_xdata()[0], sent.get_ydata()[0])
+    assert end[1] == received.get_ydata()[0] > 1.27  # below the bars of rank 1
+    assert end[0] == pytest.approx({False: 1.5, True: 8}[timed], rel=0.01)
 
 
 def markers(picture, marker):
@@ -263,13 +293,13 @@ def markers(picture, marker):
 
 
 @pytest.mark.parametrize("timed", [False, True], ids=["order", "time"])
-def test_every_wait_has_a_mark_at_the_end_of_its_flight(timed):
+def test_every_wait_has_a_mark_of_its_own(timed):
     trace = traces.program("isend 1 a, isend 1 b, wait a", "recv 0, recv 0")
     picture = timeline(trace, timed=timed)
     (waits,), (calls,) = markers(picture, "D"), markers(picture, "o")
     assert (len(calls.get_xdata()), len(waits.get_xdata())) == (2, 1)  # nobody waits for b
     assert waits.get_xdata()[0] > calls.get_xdata()[0]
-    assert "in flight, called and not waited for yet." in " ".join(texts(picture))
+    assert "complete. \N{BLACK DIAMOND}:\xa0its\xa0wait()." in " ".join(texts(picture))
     assert not markers(timeline(traces.program("send 1", "recv 0"), timed=timed), "D")
 
 
@@ -312,6 +342,14 @@ def test_timed_bars_are_milliseconds_since_the_first_rank_began():
         "rank 0           3.30     0.200            0            3.10  6.60\n"
         "rank 1           3.30         0         1.30            2.00  6.60"
     )
+
+
+@pytest.mark.parametrize("timed", [False, True], ids=["order", "time"])
+def test_only_in_time_is_a_rank_in_no_call(timed):
+    picture = timeline(traces.program(*traces.TREE), timed=timed)
+    assert ("not in a call" in texts(picture)) == timed
+    lanes = [each.get_paths()[0].get_extents().height for each in picture.axes[1].collections[:5]]
+    assert all((height > 0.1) == timed for height in lanes)  # else a hairline
 
 
 def test_timed_picture_of_silent_ranks_is_their_spans():
@@ -465,6 +503,20 @@ def test_thousands_of_events_are_shares_and_the_table_is_one_row_a_rank():
         "        sends  bytes sent  receives  collectives  steps waited",
         "rank 0    100     409,600       100          100             0",
     ]
+
+
+def test_timed_pictures_with_the_same_span_can_be_compared():
+    short, long = traces.pipeline(2, batches=1), traces.mixed(2, 3)
+    pictures = [timeline(trace, timed=True, span=8) for trace in (short, long)]
+    (low, high), axis = (picture.axes[1].get_xlim() for picture in pictures)
+    assert axis == (low, high)
+    assert (low, high) == (0, pytest.approx(8, rel=0.01))
+    said = [" ".join(texts(picture)) for picture in pictures]
+    assert ["Not shown: the last" in each for each in said] == [False, True]
+    for span, shown in ((5, "Its last"), (50, "Below: the dark block in large")):
+        picture = timeline(training(3), timed=True, span=span)
+        assert picture.axes[2].get_xlim()[1] == pytest.approx(span, rel=0.01)
+        assert shown in " ".join(texts(picture))
 
 
 def test_more_than_240_collectives_are_many_and_those_that_repeat_are_training_steps():
@@ -638,6 +690,8 @@ def test_bucket_that_was_never_reduced_says_so():
         (timeline, Trace(2), {}, "the trace is empty: the ranks sent nothing"),
         (timeline, training(2, steps=4), {"step": 4}, "from -4 to 3, where 0 is the .*; got 4"),
         (timeline, training(2, steps=4), {"step": "1"}, "from -4 to 3, where 0 .* got '1'"),
+        (timeline, traces.pipeline(2), {"timed": True, "span": 0}, "a positive number, .* got 0"),
+        (timeline, traces.pipeline(2), {"span": 5}, "needs timed=True, got 5"),
         (timeline, traces.pipeline(2), {"step": 0}, "must be None, got 0: no training steps"),
         (messages, traces.ring(2, 1), {"per_host": 0}, "per_host must be at least 1, .* got 0"),
         (messages, traces.ring(2, 2), {"limit": 1}, "finite number of at least 8,192, .* got 1"),

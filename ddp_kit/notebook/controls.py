@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ddp_kit.error_text import count
 from ddp_kit.errors import PoolError
+from ddp_kit.notebook.dark_theme import INVERTED
 from ddp_kit.pool import Result, check_world_size, interruptible, run, view
 from ddp_kit.pool.ipython import has_front_end
 
@@ -163,7 +164,7 @@ class Panel:
         }
         again, self._line = widgets.Button(description="Run again"), widgets.HTML()
         own_size = widgets.Layout(align_self="flex-start", max_width="100%")
-        self._image = widgets.Image(format="png", layout=own_size)
+        self._image = widgets.Image(format="png", layout=own_size).add_class(INVERTED)
         self._play = widgets.Play(min=0, max=0, interval=INTERVAL)
         self._step = widgets.IntSlider(description="step", min=0, max=0)
         widgets.jslink((self._play, "value"), (self._step, "value"))

@@ -19,6 +19,7 @@ from IPython.display import display
 
 from ddp_kit import errors
 from ddp_kit.error_text import name_ranks
+from ddp_kit.notebook import dark_theme
 from ddp_kit.pool import end_all, view
 from ddp_kit.pool.pool import start_after_cell
 from ddp_kit.pool.result import beside_rank
@@ -143,5 +144,7 @@ def take_over() -> None:
     get_ipython().events.register("post_run_cell", _explain_run)
     if hasattr(get_ipython(), "kernel"):  # IPython in a terminal has a terminal's live view
         view.use(view.View(NotebookView, show_displayed, _draw_waits, MOST_LINES, MOST_CHARACTERS))
+        formatter = get_ipython().display_formatter.mimebundle_formatter
+        formatter.for_type_by_name("ddp_kit.plot.picture", "Picture", dark_theme.mark)
         get_ipython().observe(lambda change: end_all(change["new"]), "exit_now")
         start_after_cell()

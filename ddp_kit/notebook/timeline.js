@@ -1,7 +1,7 @@
 // A timeline to zoom into. All data is in the page, so it works without the kernel. This file is the
 // last part of a module that begins with timeline_data.js and timeline_drawing.js.
 
-const NAMES = ["in a send", "in a receive", "in a collective", "in flight: called, not waited for yet"];
+const NAMES = ["in a send", "in a receive", "in a collective", "under way: called, not yet complete"];
 const HELP = "Scroll to zoom and drag to move. Click an event to mark it on every rank. "
   + "Keys: + and − zoom, ← and → move, Home shows all, Shift with an arrow goes to the next event.";
 
@@ -204,7 +204,7 @@ class View extends Drawing {
       const away = Math.max(data.from[i] - t, t - data.to[i], 0) * scale;
       const inFlight = low && data.start[i] <= t && t <= data.flight[i];
       if (away < BIN && (data.to[i] - data.from[i]) * scale < BIN) close.push(i);
-      if ((inFlight ? 0 : away) <= least) [best, least] = [i, inFlight ? 0 : away];
+      if ((inFlight ? -1 : away) <= least) [best, least] = [i, inFlight ? -1 : away];
     }
     if (close.length > 1 && close.includes(best)) return close;
     return best < 0 ? null : [best];

@@ -19,8 +19,8 @@ function read(model) {
   const start = take(Float64Array), waited = take(Float32Array), end = take(Float32Array);
   const partner = take(Int32Array), call = take(Uint32Array);
   const kind = Uint8Array.from(call, number => KINDS[calls[number].kind]);
-  // A bar is a wait, from `from` to `to`; an event that nobody waited for is an instant. Before the
-  // wait, until `flight`, the operation goes on in the background.
+  // A bar is a wait, from `from` to `to`; an event that nobody waited for is an instant. What a call
+  // has started goes on in the background until `flight`, when it is known to be complete.
   const from = new Float64Array(count), to = new Float64Array(count), flight = new Float64Array(count);
   const rank = new Uint32Array(count), first = [];
   const collectives = []; // by number: when the last rank called it, and its first and last lane
@@ -32,7 +32,7 @@ function read(model) {
       const waits = !Number.isNaN(waited[i]), ends = !Number.isNaN(end[i]);
       from[i] = start[i] + (waits ? waited[i] : 0);
       to[i] = waits ? (ends ? start[i] + end[i] : Math.max(lane.end, from[i])) : start[i];
-      flight[i] = waits ? from[i] : start[i] + (ends ? end[i] : 0);
+      flight[i] = waited[i] === 0 ? start[i] : waits ? to[i] : start[i] + (ends ? end[i] : 0);
       if (kind[i] === 2) {
         const found = collectives[partner[i]] ??= { last: -Infinity, low: number };
         found.last = Math.max(found.last, start[i]);
@@ -41,6 +41,11 @@ function read(model) {
     }
   });
   first.push(count);
+  for (i = 0; i < count; i++) { // a sender may learn late, or never, that its message has arrived
+    if (kind[i] !== 0 || waited[i] === 0 || partner[i] < 0) continue;
+    const arrived = start[partner[i]] + end[partner[i]];
+    if (arrived < flight[i] || (Number.isNaN(end[i]) && arrived >= 0)) flight[i] = Math.max(start[i], arrived);
+  }
   const whole = Math.max(SHORTEST, ...lanes.map(lane => lane.end));
   return { lanes, calls, notes, count, start, waited, end, partner, call, kind, from, to, flight, rank,
     first, collectives, whole };

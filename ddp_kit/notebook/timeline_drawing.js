@@ -100,7 +100,7 @@ class Drawing {
     this.box(lane.begin, lane.end, y - half, 2 * half);
     const bins = Math.ceil((this.width - LEFT) / BIN);
     const shares = new Float32Array(3 * bins), counts = new Uint32Array(3 * bins);
-    const { scale } = this, strip = Math.min(4, half);
+    const { scale } = this, strip = Math.min(4, half), under = [];
     let drawn = -1; // the pixel at which the last strip ended
     for (let i = data.first[rank]; i < data.first[rank + 1]; i++) {
       if (data.start[i] > end || Math.max(data.to[i], data.flight[i]) < begin) continue;
@@ -110,8 +110,7 @@ class Drawing {
       if (kind === 2 && seen.collectives.size <= MOST_LINES) seen.collectives.add(partner);
       const over = this.x(Math.min(data.flight[i], end));
       if ((data.flight[i] - data.start[i]) * scale > 1 && over > drawn + 0.5) {
-        pen.fillStyle = colors.edge[kind];
-        this.box(data.start[i], data.flight[i], y + half - strip, strip);
+        under.push(i);
         drawn = over;
       }
       if (data.from[i] > end || data.to[i] < begin) continue;
@@ -136,6 +135,10 @@ class Drawing {
         pen.fillRect(LEFT + bin * BIN, floor - high, BIN, high);
         floor -= high;
       }
+    }
+    for (const i of under) { // over the bars, which are often the waits for these
+      pen.fillStyle = colors.edge[data.kind[i]];
+      this.box(data.start[i], data.flight[i], y + half - strip, strip);
     }
   }
 
@@ -196,7 +199,8 @@ class Drawing {
   arrow(send, recv, color, wide) {
     const { pen, data, half } = this, side = Math.sign(data.rank[recv] - data.rank[send]) * half;
     const [x, y] = [this.x(data.start[send]), this.y(data.rank[send]) + side];
-    const [to, at] = [this.x(Math.max(data.to[recv], data.start[send])), this.y(data.rank[recv]) - side];
+    const done = Math.max(data.to[recv], data.flight[recv], data.start[send]);
+    const [to, at] = [this.x(done), this.y(data.rank[recv]) - side];
     const turn = Math.atan2(at - y, to - x);
     pen.strokeStyle = pen.fillStyle = color;
     pen.lineWidth = wide;

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
 from numbers import Real
-from statistics import median, quantiles
+from statistics import quantiles
 from typing import Any
 
 from matplotlib import ticker
@@ -249,34 +249,34 @@ def scaling(
 
 
 def step_times(times: Mapping[str, Sequence[float]], title: str | None = None) -> Picture:
-    """Draw the median time of a step for each name, from the fastest to the slowest sample.
+    """Draw the median time of a step for each name, and its first and third quartile.
 
     times maps a name to the seconds of each step that was measured; they are drawn in
     milliseconds, in the order of the mapping. Raises PlotError if there is no name, a name has no
     samples, or a sample is negative or not finite.
     """
     read_named("times", times, "each name to a list of seconds")
-    samples = {name: _samples(name, values) for name, values in times.items()}
-    medians = [median(values) for values in samples.values()]
+    quarters = {name: _quartiles(_samples(name, values)) for name, values in times.items()}
+    medians = [middle for _, middle, _ in quarters.values()]
     title = "Time of one step" if title is None else title
-    rows = [[name, significant(m)] for name, m in zip(samples, medians, strict=True)]
+    rows = [[name, significant(m)] for name, m in zip(quarters, medians, strict=True)]
     text_table = pictures.table(title, ["", "median (ms)"], rows)
 
-    names = ["\n".join(style.fold(name, 2.2, 9.5)) for name in samples]
+    names = ["\n".join(style.fold(name, 2.2, 9.5)) for name in quarters]
     left = 0.25 + 0.079 * max(len(line) for name in names for line in name.split("\n"))
     wide, row, top = 5.4, 0.42, TOP + 0.16  # inches; the top is below the heading of the medians
     height, right = row * len(names), left + wide + 0.9
-    caption = "Bar: the median. Thin line: from the fastest to the slowest step."
+    caption = "Bar: the median. Thin line: from the first to the third quartile."
     picture, sheet = open_picture(title, text_table, right, top + height + 0.58, caption)
     write(sheet, right, top - 0.1, "median", 8.5, color=style.QUIET, ha="right")
     for i, middle in enumerate(medians):
         write(sheet, right, top + (i + 0.5) * row, f"{significant(middle)} ms", ha="right")
     ax = picture.chart(left, top, wide, height, "x", "time of one step (ms)")
-    reach = [(m - min(v), max(v) - m) for m, v in zip(medians, samples.values(), strict=True)]
+    reach = [(middle - low, high - middle) for low, middle, high in quarters.values()]
     whisker = {"ecolor": style.EDGE, "elinewidth": 1.1, "capsize": 2.5}
     look = {"color": "#9fb4c9", "linewidth": 0, "error_kw": whisker}
     ax.barh(range(len(names)), medians, height=0.56, xerr=list(zip(*reach, strict=True)), **look)
-    longest = max(max(each) for each in samples.values()) or 1
+    longest = max(high for _, _, high in quarters.values()) or 1
     ax.set(xlim=(0, longest * 1.03), ylim=(len(names) - 0.5, -0.5))
     ax.set_yticks(range(len(names)), names)
     ax.tick_params(axis="y", length=0)
@@ -431,11 +431,10 @@ def _note_end(name: str, y: list[float], xlabel: str) -> str:
 
 
 def _samples(name: str, values: Sequence[float]) -> list[float]:
-    """Return the samples in milliseconds."""
     seconds = read_numbers(values)
     if not seconds:
         raise PlotError(f"{name!r} has no samples")
     for value in seconds:
         if not (isinstance(value, Real) and 0 <= value < LARGEST):
             raise PlotError(f"{name!r} has a step of {value!r} seconds: must be finite and >= 0")
-    return [1000 * value for value in seconds]
+    return seconds

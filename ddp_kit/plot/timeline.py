@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from numbers import Real
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -33,6 +34,7 @@ from ddp_kit.plot.timeline_lanes import (
     part,
 )
 from ddp_kit.trace import Trace
+from ddp_kit.trace.schedule import Key
 
 if TYPE_CHECKING:
     from ddp_kit.notebook.timeline import TimelineWidget
@@ -53,6 +55,9 @@ BLOCK = 0.2  # inches: the height of training steps in small
 MOST_TICKS = 20  # training steps with a number
 TONES, SHOWN, ZOOM = ("#d3dde6", "#b3c3d1"), "#33475b", "#f3f5f7"  # of training steps
 
+Place = tuple[float, float]  # on the axes of the lanes
+Lines = dict[Key | None, tuple[Place, Place]]  # where flights begin and end
+
 
 class Name(NamedTuple):
     """What is written above one collective, or above several with the same name.
@@ -71,14 +76,15 @@ class Name(NamedTuple):
 class Panel:
     """The lanes of all ranks over one axis.
 
-    many: there are too many events to draw them one by one. tall: inches. head: inches of the names
-    of collectives, which are above the lanes.
+    span: the length of the axis, if that is more than the lanes need. many: there are too many
+    events to draw them one by one. tall: inches. head: inches of the names of collectives, which
+    are above the lanes.
     """
 
-    def __init__(self, lanes: Lanes, timed: bool) -> None:
+    def __init__(self, lanes: Lanes, timed: bool, span: float = 0) -> None:
         begin, end = lanes.limits
         self.lanes, self.timed, n = lanes, timed, len(lanes.spans)
-        self.length = 1.003 * ((end - begin) or 1)
+        self.length = 1.003 * (max(end - begin, span) or 1)
         self.scale = WIDE / self.length  # inches of one unit of the axis
         drawn = 2 * len(lanes.arrows) + len(lanes.links)
         long = not timed and end - begin > MOST_STEPS and bool(lanes.arrows)
@@ -133,17 +139,18 @@ class Panel:
         for link in lanes.links:
             self._draw_link(link)
         named = {(bar.rank, bar.never) for bar in lanes.bars if self._label(bar)}
-        self._draw_flights()
+        lines = self._draw_flights()
         few = sum(bool(each.never) for each in lanes.arrows) <= MOST_NAMED
         for each in lanes.arrows:
             if each.never:
                 rank = each.src if each.never == "never received" else each.dst
-                self._draw_lost(each, few and (rank, each.never) not in named)
+                self._draw_lost(each, lines, few and (rank, each.never) not in named)
             else:
                 side = math.copysign(HALF, each.dst - each.src)
-                ends = (each.begin, each.src + side), (each.end, each.dst - side)
+                begin, _ = lines.get(each.send, ((each.begin, each.src + side), None))
+                _, end = lines.get(each.recv, (None, (each.end, each.dst - side)))
                 # Below the bars: it passes behind the ranks between its ends.
-                style.arrow(self.ax, *ends, style.edge_color(each.src), zorder=1.5)
+                style.arrow(self.ax, begin, end, style.edge_color(each.src), zorder=1.5)
 
     def _is_free(self, begin: float, end: float, y: float) -> bool:
         """Take a place for a label; return whether it was free."""
@@ -177,34 +184,42 @@ class Panel:
                 return text in never
         return False
 
-    def _draw_flights(self) -> None:
-        """Draw thin lines below the bars, from a call to its `wait()`; those of one time in levels.
+    def _draw_flights(self) -> Lines:
+        """Draw thin lines below the bars, from a call to its end; those of one time in levels.
 
-        All of a kind are one line, because they may be hundreds.
+        All of a kind are one line, because they may be hundreds. Returns the ends of each.
         """
         levels = flight_levels(self.flights, self.lane)
-        drawn: dict[str, list[tuple[float, float, float, bool]]] = {}
+        lines: Lines = {}
+        waits: dict[str, list[Place]] = {}
         for each, level in zip(self.flights, levels, strict=True):
             y = each.rank + HALF + (FIRST + LEVEL * level) / self.lane
             inset = INSET / self.scale
             begin, end = each.begin + inset, max(each.end - inset, each.begin + 2 * inset)
-            drawn.setdefault(each.kind, []).append((begin, end, y, each.waited))
-            at = begin + 0.07 / self.scale
-            room = each.kind != "collective" and end - at > self._width(each.op)
-            if room and self._is_free(at, at + self._width(each.op), y):
+            lines[each.rank, each.index] = (begin, y), (end, y)
+            label, width = begin + 0.07 / self.scale, self._width(each.op)
+            if each.wait is not None:
+                at = max(begin + inset, min(each.wait, each.last - inset))
+                waits.setdefault(each.kind, []).append((at, y))
+                if at < label + width:
+                    label = at + 0.07 / self.scale
+            room = each.kind != "collective" and end - label > width
+            if room and self._is_free(label, label + width, y):
                 paper = {"boxstyle": "square,pad=0.05", "facecolor": PAPER, "edgecolor": "none"}
                 look = {"color": LOOKS[each.kind][1], "bbox": paper, "zorder": 3.3, "clip_on": True}
-                self._write(at, y, each.op, **look)
-        for kind, flights in drawn.items():
+                self._write(label, y, each.op, **look)
+        for kind in dict.fromkeys(each.kind for each in self.flights):
             look = {"color": LOOKS[kind][1], "zorder": 3.2, "markersize": 4}
-            xs = [x for begin, end, *_ in flights for x in (begin, end, math.nan)]
-            ys = [y for *_, y, _ in flights for _ in range(3)]
+            own = [lines[each.rank, each.index] for each in self.flights if each.kind == kind]
+            points = [point for begin, end in own for point in (begin, end, (math.nan, math.nan))]
+            xs, ys = zip(*points, strict=True)
             self.ax.plot(xs, ys, linestyle="-", linewidth=1.4, solid_capstyle="butt", **look)
             rim = {"markerfacecolor": PAPER, "markeredgewidth": 1.1}
             self.ax.plot(xs[::3], ys[::3], linestyle="", marker="o", **rim, **look)
-            waited = [(end, y) for _, end, y, waited in flights if waited]
-            if waited:
-                self.ax.plot(*zip(*waited, strict=True), linestyle="", marker="D", **look)
+            if kind in waits:
+                xs, ys = zip(*waits[kind], strict=True)
+                self.ax.plot(xs, ys, linestyle="", marker="D", **look)
+        return lines
 
     def _draw_link(self, link: Link) -> None:
         color = LOOKS["collective"][1] if link.whole else LOST
@@ -219,14 +234,20 @@ class Panel:
         for rank in range(min(ranks), max(ranks) + 1):  # no label there
             self._is_free(min(places) - 0.05 / self.scale, max(places) + 0.05 / self.scale, rank)
 
-    def _draw_lost(self, lost: Arrow, named: bool) -> None:
-        """Draw the end of an arrow that has no other end and, if `named`, what never happened."""
+    def _draw_lost(self, lost: Arrow, lines: Lines, named: bool) -> None:
+        """Draw the end of an arrow that has no other end and, if `named`, what never happened.
+
+        lines: where those of what is under way begin and end.
+        """
         sent = lost.never == "never received"
         src = lost.src if lost.src is not None else -1
         side = math.copysign(1, lost.dst - src) * (1 if sent else -1)
         rank, at = (src, lost.begin) if sent else (lost.dst, lost.end)
         near = (at, rank + HALF * side)
-        far = (at + 0.14 / self.scale * (1 if sent else -1), rank + 0.46 * side)
+        if (key := lost.send or lost.recv) in lines:
+            (begin, y), (end, _) = lines[key]
+            near = ((begin + end) / 2 if sent else end, y)
+        far = (near[0] + 0.14 / self.scale * (1 if sent else -1), near[1] + 0.19 * side)
         style.arrow(self.ax, *((near, far) if sent else (far, near)), LOST, linestyle=DASHES)
         _, high = self.ax.get_xlim()
         begin = max(near[0], far[0]) + 0.05 / self.scale
@@ -292,7 +313,7 @@ def flight_levels(flights: Sequence[Flight], lane: float) -> list[int]:
     levels = [0] * len(flights)
     for i in sorted(range(len(flights)), key=lambda i: flights[i].begin):
         ends = over.setdefault(flights[i].rank, [-math.inf] * most)
-        begin, end = flights[i].begin, flights[i].end
+        begin, end = flights[i].begin, flights[i].last
         free = (level for level in range(most) if ends[level] <= begin)
         levels[i] = next(free, most - 1)
         ends[levels[i]] = max(ends[levels[i]], end, math.nextafter(begin, math.inf))
@@ -304,8 +325,10 @@ def _bracket(ax: Axes, xs: Sequence[float], ys: Sequence[float], color: str) -> 
 
 
 def _draw_spans(ax: Axes, lanes: Lanes) -> None:
+    """Draw when each rank ran and, in time, that it was in no call wherever nothing covers that."""
+    half = 0.01 if lanes.zero is None else HALF
     for rank, (begin, end) in enumerate(lanes.spans):
-        style.bars(ax, [(begin, end - begin)], (rank - HALF, 2 * HALF), NO_CALL, "none")
+        style.bars(ax, [(begin, end - begin)], (rank - half, 2 * half), NO_CALL, "none")
 
 
 def draw_shares(ax: Axes, lanes: Lanes, looks, bins: int = BINS) -> None:
@@ -356,7 +379,6 @@ def _draw_overview(
     ax.set_yticks([])
     ax.spines["left"].set_visible(False)
     strip = roof, BLOCK / lane
-    style.bars(ax, [(begin, end - begin)], strip, NO_CALL, "none")
     for fill, drawn in ((TONES[0], spans[::2]), (TONES[1], spans[1::2]), (SHOWN, [window])):
         blocks = [(first, last - first) for first, last in drawn]
         style.bars(ax, blocks, strip, fill, PAPER, linewidth=0.4, zorder=2)
@@ -421,17 +443,20 @@ def timeline(
     timed: bool = False,
     title: str | None = None,
     step: int | None = None,
+    span: float | None = None,
 ) -> Timeline:
     """Draw what each rank sent and waited for: one bar per rank, one arrow per message.
 
     source: a trace, or a result or an error, whose `trace` is taken.
     timed: False draws only the order, which is the same on every run: each message or collective
-        takes one step, a call or `wait()` also lasts the steps that it waits, what is started and
-        not yet waited for is a thin line, and computing takes none. True draws milliseconds since
-        the first rank began.
+        takes one step, a call or `wait()` also lasts the steps that it waits, what a call only
+        starts is a thin line until it is complete, and computing takes none. True draws
+        milliseconds since the first rank began.
     step: the training step to draw in large, from 0; -1 is the last one. By default one with the
         calls that most training steps have and, timed, with the median duration of those; but if
         the run never ended, what came after the last one.
+    span: timed, how many milliseconds to show from the beginning; what is later is cut off, and the
+        caption says so. Pictures with the same span can be compared.
 
     Arrows have the colour of the sender; a collective is a vertical line through its ranks. A
     send that was never received, or a receive that was never sent to, is dashed and says so.
@@ -442,25 +467,33 @@ def timeline(
     import, most of the pause is cut off, and the caption says how much. `.interact()` of the
     picture returns one to zoom into.
 
-    Raises PlotError if there is no trace, or it has no event (or, timed, no rank), or no such step.
+    Raises PlotError if there is no trace, or it has no event (or, timed, no rank), or no such step,
+    or if `span` is not positive and finite, or given without `timed`.
     """
     trace = pictures.read_trace(source)
     if not trace.events and not (timed and trace.spans):
         raise PlotError("the trace is empty: the ranks sent nothing, there is nothing to draw")
+    if span is not None and not (timed and isinstance(span, Real) and 0 < span < pictures.LARGEST):
+        raise PlotError(f"span must be a positive number, and needs timed=True, got {span!r}")
     whole = by_time(trace) if timed else by_steps(trace)
     training = in_steps.find_training(trace, whole, step)
     window = busy(whole) if timed else whole.limits
+    begin, end = training.window if training else window
+    late = max(0.0, end - begin - span) if span else 0.0
+    end -= late
+    if not training:
+        window = begin, end
     lanes = part(whole, *window)
     cut = _say_cut(whole, window)
     title = _title(trace, timed, training and len(training.spans)) if title is None else title
 
     if not training:
-        large = Panel(lanes, timed)
+        large = Panel(lanes, timed, span or 0)
         xlabel = "time since the first rank began (ms)" if timed else "step"
     else:
-        shown, (begin, end) = training.label, training.window
+        shown = training.label
         zero = begin if timed else begin - 0.5  # the first step is 1
-        large = Panel(part(whole, begin, end, zero), timed)
+        large = Panel(part(whole, begin, end, zero), timed, span or 0)
         here = "this training step" if training.shown is not None else "this part"
         xlabel = f"time since {here} began (ms)" if timed else f"order of the operations in {here}"
     if timed:
@@ -477,10 +510,12 @@ def timeline(
 
     is_median = bool(training) and timed and step is None and training.shown is not None
     parts = [_whole_caption(timed, is_median) if training else "", _caption(large), cut]
+    if training and late:
+        parts.append(f"Its last {style.significant(late)} ms are not shown.")
     if any(trace.dropped):
         parts.append(f"The {sum(trace.dropped):,} oldest events were dropped and are not shown.")
     kinds = {bar.kind for bar in lanes.bars}
-    key = {"not in a call": (NO_CALL, "none")}
+    key = {"not in a call": (NO_CALL, "none")} if timed else {}
     key |= {text: LOOKS[kind] for kind, text in NAMES.items() if kind in kinds}
     above = 1.04 + _overview_height(lanes) if training else 0.0
     top = 0.36 + above + large.head
@@ -546,8 +581,11 @@ def _caption(panel: Panel) -> str:
         else "Each message or collective takes one step, and a longer bar is a wait. "
         "Computing takes none.": True,
         f"An arrow is a message{color}.": lanes.arrows,
-        "\N{WHITE CIRCLE}\N{BOX DRAWINGS LIGHT HORIZONTAL}\N{BLACK DIAMOND}: "
-        "in flight, called and not waited for yet.": panel.flights,
+        "\N{WHITE CIRCLE}\N{BOX DRAWINGS LIGHT HORIZONTAL}: from a call that returned at once "
+        f"until it is {'known to be ' * timed}complete.": panel.flights,
+        "\N{BLACK DIAMOND}:\N{NO-BREAK SPACE}its\N{NO-BREAK SPACE}wait().": any(
+            each.wait is not None for each in panel.flights
+        ),
         f"A vertical line is a collective{when}.": lanes.links,
         "A bracket joins collectives with the same name.": panel.shared,
         "Some names of collectives are left out for lack of space.": any(

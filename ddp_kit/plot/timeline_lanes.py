@@ -13,9 +13,9 @@ from ddp_kit.trace import Trace
 from ddp_kit.trace.events import Event
 from ddp_kit.trace.schedule import START, WAIT, Key, Schedule, schedule
 
-LEAVES, ARRIVES = 0.5, 0.88  # of a step: where its arrows begin and end
+LEAVES, ARRIVES = 0.06, 0.94  # of a step: where an arrow begins in a bar, and where it ends
 MOST_MARKS, MOST_STEPS = 240, 48  # above, events are drawn as shares of time
-STARTING = 0.45  # of a step: what calls that return at once take before a wait that follows
+STARTING = 0.25  # of a step: what calls that return at once take before a wait that follows
 
 
 @dataclass(frozen=True)
@@ -36,31 +36,39 @@ class Bar:
 
 @dataclass(frozen=True)
 class Flight:
-    """An operation in flight: from a call that returned at once until its `wait()` or its end.
+    """An operation under way: from a call that returned at once until it is complete.
 
-    kind: that of the Event. waited: its end is that `wait()`.
+    index and kind: those of the Event. wait: where its `wait()` was called, perhaps after the end.
     """
 
     rank: int
+    index: int
     kind: str
     begin: float
     end: float
     op: str
-    waited: bool = True
+    wait: float | None = None
+
+    @property
+    def last(self) -> float:
+        return self.end if self.wait is None else max(self.end, self.wait)
 
 
 @dataclass(frozen=True)
 class Arrow:
-    """A message, from the place of its send to that of its receive.
+    """A message, from the call of its send to where its receive is complete.
 
-    never: "never received", "never sent" or ""; of these, begin and end are the place of the side
-    that there is. src is None for a receive from any source.
+    send, recv: their keys, unless there is none. never: "never received", "never sent" or ""; of
+    these, begin and end are the place of the side that there is. src is None for a receive from any
+    source.
     """
 
     src: int | None
     dst: int
     begin: float
     end: float
+    send: Key | None = None
+    recv: Key | None = None
     never: str = ""
 
 
@@ -98,38 +106,35 @@ def by_steps(trace: Trace) -> Lanes:
     """Return the order of a run: step s, from 0, is drawn from s + 0.5 to s + 1.5.
 
     A bar is as long as its call or wait or, if that never ended, reaches to the end of the run.
-    What a rank starts and waits for at once is in flight for the first part of the step.
+    If a rank starts something and waits for it at once, the wait begins a little later.
     """
     plan, never = schedule(trace), unmatched(trace)
     over = max(1, plan.length)
     bars: list[Bar] = []
     flights: dict[Key, Flight] = {}
+    places: dict[Key, tuple[float, float]] = {}
     for own in plan.actions:
         started = -1  # where the rank came to when it last started something
         for action in own:
             event, key = action.event, (action.event.rank, action.event.index)
             begin, end = action.begin + 0.5, action.end + 0.5
+            waits = action.what == WAIT
+            if not waits:
+                places[key] = begin + LEAVES, plan.at[key] + 0.5 + ARRIVES
             if action.what == START:
                 started = action.begin
-                done = plan.at[key] + 1.5
-                lane = event.rank, event.kind, begin, done
-                flights[key] = Flight(*lane, short_name(event), waited=False)
+                done = over + 0.5 if event.never_ended else plan.at[key] + 1.5
+                flights[key] = Flight(*key, event.kind, begin, done, short_name(event))
                 continue
-            waits = action.what == WAIT
             if event.never_ended:
                 end = over + 0.5
             if waits and end > begin and started == action.begin:
                 begin += STARTING
             if waits:
-                flights[key] = replace(flights[key], end=begin, waited=True)
+                flights[key] = replace(flights[key], wait=begin)
             if end > begin:
                 bars.append(_bar(event, begin, end, never, waits))
-    places = {
-        key: (step + 1.0, step + 1.0)
-        if key in never
-        else (step + 0.5 + LEAVES, step + 0.5 + ARRIVES)
-        for key, step in plan.at.items()
-    }
+    places |= {key: (plan.at[key] + 1.0,) * 2 for key in never}
     links = [_link(trace, m, at) for m, at in _places(trace, plan)]
     spans = [(0.5, over + 0.5)] * trace.world_size
     arrows = _arrows(trace, places, never)
@@ -156,20 +161,23 @@ def by_time(trace: Trace) -> Lanes:
     def ms(moment: int) -> float:
         return (moment - zero) / 1e6
 
+    # Who sent it may not know yet that a message has arrived.
+    arrived = {(m.src, m.send.index): m.recv.end for m in trace.messages() if m.recv is not None}
     bars, flights, places = [], [], {}
     for event in trace:
-        _, last = spans[event.rank]
+        key, (_, last) = (event.rank, event.index), spans[event.rank]
         over = event.end if event.end is not None else last
         if event.waited is not None:
             begin = event.start if event.blocking else event.waited
             bars.append(_bar(event, ms(begin), ms(over), never, not event.blocking))
         taken = next(t for t in (event.end, event.waited, event.start) if t is not None)
-        places[event.rank, event.index] = ms(event.start), ms(taken)
+        places[key] = ms(event.start), ms(taken)
         if not event.blocking:
-            waited = event.waited is not None
-            until = event.waited if event.waited is not None else taken
-            lane = event.rank, event.kind, ms(event.start), ms(until)
-            flights.append(Flight(*lane, short_name(event), waited=waited))
+            known = [end for end in (event.end, arrived.get(key)) if end is not None]
+            done = min(known, default=over if event.waited is not None else event.start)
+            lane = event.kind, ms(event.start), ms(max(event.start, done))
+            wait = None if event.waited is None else ms(event.waited)
+            flights.append(Flight(*key, *lane, short_name(event), wait))
     links = []
     for members in trace.collectives:
         came = ms(max(event.start for event in members.values()))
@@ -187,19 +195,22 @@ def part(lanes: Lanes, begin: float, end: float, zero: float = 0.0) -> Lanes:
     def clip(at: float) -> float:
         return min(max(at, begin), end) - zero
 
-    def happens(each: Bar | Flight) -> bool:
-        lasts = each.begin < end and each.end > begin
-        return lasts or begin <= each.begin == each.end <= end
+    def happens(first: float, last: float) -> bool:
+        return (first < end and last > begin) or begin <= first == last <= end
 
-    def moved(each):
-        return replace(each, begin=each.begin - zero, end=each.end - zero)
+    def moved(each, **more):
+        return replace(each, begin=each.begin - zero, end=each.end - zero, **more)
 
-    bars = filter(happens, lanes.bars)
+    bars = (bar for bar in lanes.bars if happens(bar.begin, bar.end))
     return replace(
         lanes,
         spans=[(clip(first), clip(last)) for first, last in lanes.spans],
         bars=[replace(bar, begin=clip(bar.begin), end=clip(bar.end)) for bar in bars],
-        flights=[moved(flight) for flight in lanes.flights if happens(flight)],
+        flights=[
+            moved(flight, wait=None if flight.wait is None else flight.wait - zero)
+            for flight in lanes.flights
+            if happens(flight.begin, flight.last)
+        ],
         arrows=[
             moved(arrow)
             for arrow in lanes.arrows
@@ -279,15 +290,16 @@ def _arrows(trace: Trace, places: dict[Key, tuple[float, float]], never: dict[Ke
         key = send.rank, send.index
         begin = places[key][0]
         if recv is not None:
-            end = max(begin, places[recv.rank, recv.index][1])
-            arrows.append(Arrow(send.rank, recv.rank, begin, end))
+            taken = recv.rank, recv.index
+            end = max(begin, places[taken][1])
+            arrows.append(Arrow(send.rank, recv.rank, begin, end, key, taken))
         elif key in never:
-            arrows.append(Arrow(send.rank, message.dst, begin, begin, never[key]))
+            arrows.append(Arrow(send.rank, message.dst, begin, begin, key, never=never[key]))
     for event in trace:
         key = event.rank, event.index
         if event.kind == "recv" and key in never:
             at = places[key][0]
-            arrows.append(Arrow(event.peer, event.rank, at, at, never[key]))
+            arrows.append(Arrow(event.peer, event.rank, at, at, recv=key, never=never[key]))
     return arrows
 
 

@@ -184,6 +184,19 @@ def test_what_never_came_is_named(open_page):
     assert timeline.note == "send(dst=0) on rank 1: it was never received."
 
 
+def test_what_is_started_is_under_way_until_it_is_complete_also_during_its_wait(open_page):
+    script = traces.Script(2)
+    script.add(0, "isend", "send", 4, peer=1, waited=6 * traces.MS)  # called at 5 ms
+    script.recv(0, 1, 4)
+    timeline = open_page(script.trace())
+    x, y = timeline.place(0, 3.5e6)  # at 7.5 ms: the worker began at 4
+    canvas = timeline.root.locator("canvas")
+    box, low = canvas.bounding_box(), 0.36 * LANE - 2  # pixels below the middle of its lane
+    place = [round(x - box["x"]), round(y - box["y"] + low), 1, 1]
+    pixel = "(e, place) => [...e.getContext('2d').getImageData(...place).data]"
+    assert canvas.evaluate(pixel, place) == [34, 34, 34, 255]  # an edge's colour, not the fill
+
+
 def test_events_that_are_too_close_are_counted_and_a_click_parts_them(open_page):
     timeline = open_page(traces.mixed(2, 2000))
     whole = timeline.view
