@@ -254,10 +254,10 @@ def _average_gradients(rank: int, world_size: int, average: Callable) -> dict:
     return {f"{name}.grad": one.grad for name, one in layers.named_parameters()}
 
 
-compared("3.c", "average_gradients_flat(model)", "with one call")(_average_gradients)
+compared("3.d", "average_gradients_flat(model)", "with one call")(_average_gradients)
 
 
-@compared("3.d", "train_step(model, optimizer, images, labels)")
+@compared("3.c", "train_step(model, optimizer, images, labels)")
 def _train_step(rank: int, world_size: int, train_step: Callable) -> dict:
     torch.manual_seed(0)
     layer = nn.Sequential(nn.Linear(4, 3), nn.LogSoftmax(dim=1))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 
 import torch
-import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
 
-from ddp_kit import compare, device, mnist
+from ddp_kit import compare, mnist
 from ddp_kit.error_text import count
 from ddp_kit.lessons._digits import first_digits, flat
 from ddp_kit.lessons._launch import Ranks, lesson_main, prove
@@ -26,7 +26,7 @@ def explore(world_size: int = 4, lr: float = 0.03) -> Explorer:
     def draw(result, settings):
         ranks = count(settings["world_size"], "rank")
         title = f"The first steps of {ranks} with learning rate {settings['lr']:g}"
-        return plot.losses({"whole batch": result[0]}, title, "step", "loss")
+        return plot.losses({"whole batch": result[0]["losses"]}, title, "step", "loss")
 
     rates = positive("lr", lr, USUAL_RATES)
     return Explorer(
@@ -40,23 +40,18 @@ def explore(world_size: int = 4, lr: float = 0.03) -> Explorer:
 
 def whole_batch_gradient(count: int) -> torch.Tensor:
     """Return the gradient of one batch of `count` digits, in this one process."""
-    return lesson.mean_gradient(0, 1, per_rank=count, average=lesson.keep_gradients)
+    return lesson.mean_gradient(0, 1, lesson.keep_gradients, [count])
 
 
 def train_beside_ddp(rank: int, world_size: int) -> list[torch.Tensor]:
     """Train one replica by `average_gradients` and one by DDP; return both, each flat."""
     images, labels = (part[rank::world_size] for part in first_digits(32 * world_size))
     replicas = []
-    for name in ("one all_reduce per parameter", "DistributedDataParallel"):
-        wrap, average = lesson.VARIANTS[name]
-        torch.manual_seed(lesson.SEED)
-        model = wrap(lesson.Net().to(device()))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5)
+    wraps = {lesson.average_gradients: None, lesson.keep_gradients: DistributedDataParallel}
+    for average, wrap in wraps.items():
+        model, optimizer = lesson.new_replica(wrap, 0.01, 0.5)
         for _ in range(20):
-            optimizer.zero_grad()
-            F.nll_loss(model(images), labels).backward()
-            average(model)
-            optimizer.step()
+            lesson.train_step(model, optimizer, images, labels, average)
         replicas.append(flat(model.parameters()))
     return replicas
 
@@ -68,7 +63,7 @@ def repeat_tutorial(ranks: Ranks, epochs: int) -> None:
     """
     mnist(full=True)  # an error comes before any rank starts
     start = time.perf_counter()
-    replicas = ranks(lesson.train, epochs, lesson.average_gradients, 0.01, 0.5, True)
+    replicas = ranks(lesson.train, lesson.average_gradients, None, epochs, 0.01, 0.5, True)
     seconds = time.perf_counter() - start
     by_epoch = zip(*(replica["losses"] for replica in replicas), strict=True)
     for epoch, losses in enumerate(by_epoch, 1):
@@ -95,7 +90,8 @@ def main(ranks: Ranks, epochs: int | None, tutorial: bool) -> str | None:
     prove("the mean of the shards' gradients is the batch's gradient", mean)
     both = ranks(train_beside_ddp)
     prove("average_gradients equals DDP", compare([hand for hand, _ in both], both[0][1]))
-    trained = ranks(lesson.train, 1 if epochs is None else epochs)
+    epochs = 1 if epochs is None else epochs
+    trained = ranks(lesson.train, lesson.average_gradients, None, epochs)
     replicas = [replica["parameters"] for replica in trained]
     same = compare(replicas, replicas[0], rtol=0, atol=0)
     prove("all replicas are equal to the last bit", same)

@@ -1,14 +1,12 @@
-# Made from notebooks/03_partitioned_sgd.ipynb by `make editions`: edit that, not this. 0dffa5fde371
+# Made from notebooks/03_partitioned_sgd.ipynb by `make editions`: edit that, not this. 669523e5f145
 """Partitioned SGD: four replicas learn as one."""
 
 from random import Random
-from time import perf_counter
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import ddp_kit as kit
@@ -91,18 +89,33 @@ def average_gradients(model):
         parameter.grad /= world_size
 
 
-def mean_gradient(rank, world_size, per_rank=32, average=average_gradients):
-    torch.manual_seed(SEED)
-    model = Net().to(kit.device()).eval()  # without dropout
-    images, labels = first_digits(per_rank * world_size)
-    shard = slice(rank * per_rank, (rank + 1) * per_rank)
-    F.nll_loss(model(images[shard]), labels[shard]).backward()
-    average(model)
-    return flat(parameter.grad for parameter in model.parameters())
+def train_step(model, optimizer, images, labels, average=average_gradients):
+    optimizer.zero_grad()
+    loss = F.nll_loss(model(images), labels)
+    loss.backward()
+    average(model)  # the only communication
+    optimizer.step()
+    return loss.item()
+
+
+def new_replica(wrap=None, lr=0.02, momentum=0.9):
+    torch.manual_seed(SEED)  # the same start on every rank
+    model = Net().to(kit.device())
+    model = wrap(model) if wrap else model
+    return model, torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
 
 
 def keep_gradients(model):
     "Average nothing: each rank keeps its own."
+
+
+def mean_gradient(rank, world_size, average=average_gradients, sizes=None):
+    model, optimizer = new_replica()
+    model.eval()  # without dropout
+    sizes = sizes or [32] * world_size  # digits of each rank
+    images, labels = (part.split(sizes)[rank] for part in first_digits(sum(sizes)))
+    train_step(model, optimizer, images, labels, average)
+    return flat(parameter.grad for parameter in model.parameters())
 
 
 def average_gradients_flat(model):
@@ -115,91 +128,42 @@ def average_gradients_flat(model):
         gradient.copy_(piece.view_as(gradient))
 
 
-def train_step(model, optimizer, images, labels, average=average_gradients):
-    optimizer.zero_grad()
-    loss = F.nll_loss(model(images), labels)
-    loss.backward()
-    average(model)  # the only communication
-    optimizer.step()
-    return loss.item()
-
-
-def train(rank, world_size, epochs=3, average=average_gradients, lr=0.01, momentum=0.5, full=False):
-    torch.manual_seed(SEED)  # the same start on every rank
+def train(
+    rank,
+    world_size,
+    average=average_gradients,
+    wrap=None,
+    epochs=3,
+    lr=0.02,
+    momentum=0.9,
+    full=False,
+):
+    model, optimizer = new_replica(wrap, lr, momentum)
     batches = partition_dataset(rank, world_size, full)
-    model = Net().to(kit.device())
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
     losses = []
     for _ in kit.progress(range(epochs)):
-        total = 0.0
-        for images, labels in batches:
-            total += train_step(model, optimizer, images, labels, average)
-        losses.append(total / len(batches))
+        steps = [train_step(model, optimizer, *batch, average) for batch in batches]
+        losses.append(sum(steps) / len(steps))
     parameters = flat(model.parameters())
     return {"losses": losses, "accuracy": accuracy(model, full), "parameters": parameters}
 
 
-def train_ddp(rank, world_size, epochs=3, lr=0.01, momentum=0.5):
-    torch.manual_seed(SEED)
-    batches = partition_dataset(rank, world_size)
-    model = DistributedDataParallel(Net().to(kit.device()))
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
-    for _ in kit.progress(range(epochs)):
-        for images, labels in batches:
-            optimizer.zero_grad()
-            loss = F.nll_loss(model(images), labels)
-            loss.backward()  # DDP averages the gradients in here
-            optimizer.step()
-    return flat(model.parameters())
-
-
 def first_steps(rank, world_size, lr=0.03, average=average_gradients_flat, steps=24):
-    torch.manual_seed(SEED)
-    model = Net().to(kit.device(), torch.float64).eval()  # without dropout
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+    model, optimizer = new_replica(lr=lr)
+    model.double().eval()  # without dropout
     images, labels = (part.split(GLOBAL_BATCH) for part in first_digits(8 * GLOBAL_BATCH))
-    losses = []
+    losses, distances = [], []
     for step in range(steps):
         x, y = images[step % 8][rank::world_size], labels[step % 8][rank::world_size]
-        optimizer.zero_grad()
-        loss = F.nll_loss(model(x.double()), y)
-        loss.backward()
-        average(model)
-        optimizer.step()
-        whole = loss.detach() * len(y) / GLOBAL_BATCH
+        loss = train_step(model, optimizer, x.double(), y, average)
+        whole = torch.tensor(loss * len(y) / GLOBAL_BATCH, dtype=torch.float64, device=x.device)
         dist.all_reduce(whole)
         losses.append(whole.item())
-    return losses
-
-
-VARIANTS = {
-    "no communication": (lambda model: model, keep_gradients),
-    "one all_reduce per parameter": (lambda model: model, average_gradients),
-    "one flat all_reduce": (lambda model: model, average_gradients_flat),
-    "DistributedDataParallel": (DistributedDataParallel, keep_gradients),
-}
-
-
-def step_seconds(rank, world_size, steps=30):
-    images, labels = (part[rank::world_size] for part in first_digits(GLOBAL_BATCH))
-    replicas = {}
-    for name, (wrap, average) in VARIANTS.items():
-        model = wrap(Net().to(kit.device()))
-        replicas[name] = model, torch.optim.SGD(model.parameters(), lr=0.01), average
-    seconds = {name: [] for name in VARIANTS}
-    for step in range(steps + 3):
-        for name, (model, optimizer, average) in replicas.items():
-            dist.barrier()
-            start = perf_counter()
-            optimizer.zero_grad()
-            F.nll_loss(model(images), labels).backward()
-            average(model)
-            optimizer.step()
-            if images.is_cuda:
-                torch.cuda.synchronize()
-            if step >= 3:  # the first steps warm up
-                seconds[name].append(perf_counter() - start)
-    return seconds
+        mine = nn.utils.parameters_to_vector(model.parameters()).detach()
+        rank_0 = mine.clone()
+        dist.broadcast(rank_0, src=0)
+        distances.append((mine - rank_0).norm().item())
+    return {"losses": losses, "distances": distances}
 
 
 def slowest(result):

@@ -4,10 +4,25 @@ import os
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # before the group is formed; otherwise this module keeps it alive
+import torch.distributed.nn  # works around a flaw of PyTorch 2.13: see the lesson
 import torch.multiprocessing as mp
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+
+
+def average_gradients(model):
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= dist.get_world_size()
+
+
+def train_step(model, optimizer, inputs, targets):
+    optimizer.zero_grad()
+    loss = nn.functional.cross_entropy(model(inputs), targets)
+    loss.backward()
+    average_gradients(model)
+    optimizer.step()
+    return loss.detach()
 
 
 def train(rank, world_size):
@@ -22,15 +37,8 @@ def train(rank, world_size):
     batches = DataLoader(part, batch_size=128 // world_size, shuffle=True)
     for epoch in range(4):
         total = torch.zeros(1)
-        for inputs, targets in batches:
-            optimizer.zero_grad()
-            loss = nn.functional.cross_entropy(model(inputs), targets)
-            loss.backward()
-            for parameter in model.parameters():  # average the gradients
-                dist.all_reduce(parameter.grad)
-                parameter.grad /= world_size
-            optimizer.step()
-            total += loss.detach() / len(batches) / world_size
+        for batch in batches:
+            total += train_step(model, optimizer, *batch) / len(batches) / world_size
         dist.all_reduce(total)  # the mean over all ranks
         if rank == 0:
             print(f"epoch {epoch + 1}: loss {total.item():.2f}")
@@ -45,5 +53,4 @@ def train(rank, world_size):
 if __name__ == "__main__":
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", str(20000 + os.getpid() % 10000))
-    world_size = 4
-    mp.spawn(train, args=(world_size,), nprocs=world_size)
+    mp.spawn(train, args=(4,), nprocs=4)
