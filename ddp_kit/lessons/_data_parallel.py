@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Sequence
 from weakref import WeakKeyDictionary
 
 import torch
@@ -12,7 +11,7 @@ from torch import nn
 
 from ddp_kit import compare, device
 from ddp_kit.lessons._digits import first_digits, flat
-from ddp_kit.lessons._launch import Ranks, choose, lesson_main, prove
+from ddp_kit.lessons._launch import Ranks, lesson_main, prove
 from ddp_kit.lessons.partitioned_sgd import average_gradients
 
 _BATCH = 30
@@ -118,47 +117,6 @@ def held_by_net(
     for _ in lesson.eight_steps(model, optimizer, images, labels, places):
         pass
     return held_after_each_step(places, model, optimizer, images, labels)
-
-
-def count_up(rank: int = 0, world_size: int = 1, limit: int = 300_000) -> int:
-    """Count in plain Python, one by one: work that holds the interpreter lock (GIL)."""
-    number = 0
-    while number < limit:
-        number += 1
-    return number
-
-
-def count_up_in_threads(count: int) -> None:
-    """Run `count_up` in `count` threads of this process at once."""
-    with ThreadPoolExecutor(count) as threads:
-        list(threads.map(count_up, range(count)))
-
-
-def last_loss(
-    zero: str = "before forward", use: Callable[[torch.Tensor], torch.Tensor] = lambda data: data
-) -> float:
-    """Train three epochs of 600 digits, perhaps with a slip; return the mean loss of the last.
-
-    zero: where `zero_grad` is called, "before forward", "after the loss" or "after backward".
-    use: returns the images to train on, given those that belong to the labels.
-    """
-    choose("zero", zero, dict.fromkeys(("before forward", "after the loss", "after backward")))
-    model, _ = lesson.start()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
-    images, labels = (part.split(_BATCH) for part in first_digits(20 * _BATCH))
-    losses = []
-    for data, target in 3 * list(zip(images, labels, strict=True)):
-        if zero == "before forward":
-            optimizer.zero_grad()
-        loss = F.nll_loss(model(use(data)), target)
-        if zero == "after the loss":
-            optimizer.zero_grad()
-        loss.backward()
-        if zero == "after backward":
-            optimizer.zero_grad()
-        optimizer.step()
-        losses.append(loss.item())
-    return sum(losses[-20:]) / 20
 
 
 def rank_gradient(

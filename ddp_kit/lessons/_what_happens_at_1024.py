@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from functools import cache, partial
-from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -13,7 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_kit import device, model
 from ddp_kit.lessons._launch import Ranks, lesson_main, prove
-from ddp_kit.lessons.ddp import Stack
 from ddp_kit.lessons.ring_allreduce import chunked_ring, compare, count, exchange
 
 
@@ -130,21 +128,6 @@ def measure(run, world_sizes, sizes):
             each_round = zip(*(seconds[name, nbytes] for seconds in of_ranks), strict=True)
             found[name].append((n, nbytes, [max(seconds) for seconds in each_round]))
     return found
-
-
-def compute_seconds(rank, world_size):
-    """Return the median seconds of forward and backward of a Stack, without communication."""
-    stack, x = Stack().to(device()), torch.ones(128, 512, device=device())
-    seconds = []
-    for _ in range(23):
-        dist.barrier()
-        start = time.perf_counter()
-        loss = stack(x).sum()
-        middle = time.perf_counter()
-        loss.backward()
-        seconds.append((middle - start, time.perf_counter() - middle))
-    forward, backward = zip(*seconds[3:], strict=True)  # the first ones warm up
-    return median(forward), median(backward)
 
 
 @lesson_main("what_happens_at_1024")

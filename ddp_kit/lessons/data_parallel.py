@@ -1,4 +1,4 @@
-# Made from notebooks/07_data_parallel.ipynb by `make editions`: edit that, not this. 55c633ba6553
+# Made from notebooks/07_data_parallel.ipynb by `make editions`: edit that, not this. d6972d13d10e
 """DataParallel: eight steps, all through device 0."""
 
 import time
@@ -12,12 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 import ddp_kit as kit
 from ddp_kit.lessons._data_parallel import (
     are_real,
-    count_up,
-    count_up_in_threads,
     devices,
     held_after_each_step,
     held_by_net,
-    last_loss,
     main,
     rank_gradient,
     virtual,
@@ -113,29 +110,32 @@ def way_back(model, loss, copies):
     yield "reduce", "gradients", [[parameter.grad for parameter in model.parameters()]]
 
 
-def seconds_a_step(model, images, labels, rounds=30):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5)
-    seconds = []
+def seconds_a_step(models, images, labels, rounds=30):
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in models.values()]
+    seconds = {name: [] for name in models}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # in each process
     try:
-        for _ in range(rounds + 3):
-            begin = time.perf_counter()
-            optimizer.zero_grad()
-            F.nll_loss(model(images), labels).backward()
-            optimizer.step()
-            if images.is_cuda:
-                torch.cuda.synchronize(images.device)
-            seconds.append(time.perf_counter() - begin)
+        for step in range(-3, rounds):  # the first three warm up
+            for (name, model), optimizer in zip(models.items(), optimizers, strict=True):
+                begin = time.perf_counter()
+                optimizer.zero_grad()
+                F.nll_loss(model(images), labels).backward()
+                optimizer.step()
+                if images.is_cuda:
+                    torch.cuda.synchronize(images.device)
+                if step >= 0:
+                    seconds[name].append(time.perf_counter() - begin)
     finally:
         torch.set_num_threads(threads)
-    return seconds[3:]
+    return seconds
 
 
 def ddp_seconds(rank, world_size, count=256):
     images, labels = first_digits(count)
     model = DistributedDataParallel(start()[0])
-    return seconds_a_step(model, images[rank::world_size], labels[rank::world_size])
+    mine = images[rank::world_size], labels[rank::world_size]
+    return seconds_a_step({"DDP, two ranks": model}, *mine)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
-# Made from notebooks/06_init_methods.ipynb by `make editions`: edit that, not this. ccc1d3abbefd
+# Made from notebooks/06_init_methods.ipynb by `make editions`: edit that, not this. bd7556953b3b
 """Init methods: how ranks find each other."""
 
 import os
-import signal
 import time
 from datetime import timedelta
 
@@ -147,16 +146,6 @@ def keep_trying(connect, limit, now=time.monotonic, pause=time.sleep):
                 raise TimeoutError(f"nobody has answered for {limit:g} s") from None
             pause(min(wait, left))
             wait *= 2
-
-
-def killed(rank, world_size, path):
-    dist.init_process_group(
-        "gloo", init_method=f"file://{path}", rank=rank, world_size=world_size, timeout=PATIENCE
-    )
-    dist.barrier()
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)  # its process cleans up nothing
-    dist.barrier()
 
 
 if __name__ == "__main__":

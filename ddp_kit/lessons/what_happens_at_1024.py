@@ -1,5 +1,8 @@
-# Made from notebooks/12_what_happens_at_1024.ipynb by `make editions`: edit that, not this. 5f2269b1a863
+# Made from notebooks/12_what_happens_at_1024.ipynb by `make editions`: edit that, not this. d3fbf9cc7c44
 """What happens at 1,024: plan past what you can run."""
+
+from functools import partial
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -10,7 +13,6 @@ from ddp_kit.lessons._launch import run_as_script
 from ddp_kit.lessons._what_happens_at_1024 import (
     all_gather,
     backwards_by_ring,
-    compute_seconds,
     halving_doubling,
     main,
     measure,
@@ -82,6 +84,49 @@ def two_level(tensor, per_host):
     reduce_scatter(pieces, between)
     all_gather(pieces, between)
     all_gather(chunks, inside)
+
+
+NETWORKS = {
+    "ResNet-50": (25.6e6, 0.18),
+    "Inception V3": (23.9e6, 64 / 142),
+    "VGG-16": (138.4e6, 64 / 154),
+}  # parameters, seconds of a step
+
+
+def expect(network, per_host, gbits, cap, relative_to, n, ordered=None):
+    parameters, seconds = NETWORKS[network]
+    buckets, ready = ordered or (model.buckets(4 * parameters, cap), None)
+    cost = partial(
+        model.two_level,
+        per_host=per_host,
+        inside=model.Link(10e-6, 1 / 10e9),
+        between=model.Link(20e-6, 8 / (gbits * 1e9)),
+    )
+    first, last = (
+        model.ddp_step(k, buckets, seconds / 3, seconds * 2 / 3, cost, ready)
+        for k in (relative_to, n)
+    )
+    return first / last
+
+
+def vgg_16():  # parameters and multiplications of each layer, from the first to the last
+    layers, inputs, side = [], 3, 224
+    for many, width in ((2, 64), (2, 128), (3, 256), (3, 512), (3, 512)):
+        for _ in range(many):
+            weights = 9 * inputs * width
+            layers.append((weights + width, weights * side**2))
+            inputs = width
+        side //= 2  # a pooling layer
+    for inputs, outputs in ((512 * side**2, 4096), (4096, 4096), (4096, 1000)):
+        layers.append((inputs * outputs + outputs, inputs * outputs))
+    return layers
+
+
+def in_order(layers, cap):
+    gradients, work = zip(*((4 * count, work) for count, work in reversed(layers)))
+    buckets = model.buckets(gradients, cap)
+    done = dict(zip(accumulate(gradients), accumulate(work)))
+    return buckets, [done[nbytes] / sum(work) for nbytes in accumulate(buckets)]
 
 
 if __name__ == "__main__":

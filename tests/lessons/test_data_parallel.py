@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -112,23 +110,24 @@ def test_the_wrapper_and_the_eight_steps_leave_the_same_gradient():
         assert one.grad.abs().max() > 0
 
 
-def test_only_zero_grad_after_backward_and_old_images_keep_a_network_from_learning():
-    right = data_parallel.last_loss()
-    assert right == data_parallel.last_loss(zero="after the loss") < 1
-    guessing = pytest.approx(math.log(10), abs=0.1)
-    assert data_parallel.last_loss(zero="after backward") == guessing
-    old, _ = first_digits(30)
-    assert data_parallel.last_loss(use=lambda data: old) > 2
-
-
 def test_steps_are_timed_and_the_first_ones_left_out():
     images, labels = first_digits(8)
     model, _ = data_parallel.start()
     steps = []
     model.register_forward_hook(lambda *_: steps.append(1))
-    seconds = data_parallel.seconds_a_step(model, images, labels, rounds=2)
+    seconds = data_parallel.seconds_a_step({"one": model}, images, labels, rounds=2)["one"]
     assert (len(seconds), len(steps)) == (2, 5)
     assert min(seconds) > 0
+
+
+def test_models_that_are_timed_take_turns():
+    images, labels = first_digits(8)
+    turns = []
+    models = {name: data_parallel.start()[0] for name in ("one", "two")}
+    for name, model in models.items():
+        model.register_forward_hook(lambda *_, name=name: turns.append(name))
+    data_parallel.seconds_a_step(models, images, labels, rounds=2)
+    assert turns == 5 * ["one", "two"]
 
 
 def test_threads_come_back_after_an_interrupt():
@@ -142,7 +141,7 @@ def test_threads_come_back_after_an_interrupt():
     torch.set_num_threads(3)
     try:
         with pytest.raises(KeyboardInterrupt):
-            data_parallel.seconds_a_step(model, images, labels)
+            data_parallel.seconds_a_step({"one": model}, images, labels)
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(threads)

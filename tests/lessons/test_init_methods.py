@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 from contextlib import suppress
 
@@ -53,13 +55,28 @@ def test_each_rendezvous_that_fails_is_explained(tmp_path):
 
 
 def test_the_file_of_a_killed_run_is_explained(tmp_path):
+    def killed(rank, world_size, path):
+        torch.distributed.init_process_group(
+            "gloo", init_method=f"file://{path}", rank=rank, world_size=world_size
+        )
+        torch.distributed.barrier()
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)  # its process cleans up nothing
+        torch.distributed.barrier()
+
     path = tmp_path / "met"
     with kit.WorkerPool(2, init=False) as pool:
         with pytest.raises(kit.RankDiedError):
-            pool.run(init_methods.killed, path)
+            pool.run(killed, path)
         assert path.exists()
         explanation = explained(pool, init_methods.attempt, f"file://{path}", [(0, 2, 0.5), None])
     assert explanation == "rank 0: " + meaning("onnect")
+
+
+def test_no_limit_of_the_group_holds_where_a_folder_is_missing(tmp_path):
+    url = f"file://{tmp_path}/misspelt/met"
+    with kit.WorkerPool(2, init=False) as pool, pytest.raises(kit.RunTimeoutError):
+        pool.run(init_methods.attempt, url, [(0, 2, 0.5), (1, 2, 0.5)], timeout=3)
 
 
 def test_own_address_is_one_on_which_this_process_listens():
