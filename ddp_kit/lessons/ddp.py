@@ -1,4 +1,4 @@
-# Made from notebooks/08_ddp.ipynb by `make editions`: edit that, not this. 1b342be0b9df
+# Made from notebooks/08_ddp.ipynb by `make editions`: edit that, not this. 4c24980272fa
 """DistributedDataParallel: what it sends, and when."""
 
 import time
@@ -78,7 +78,8 @@ def two_backwards(rank, world_size):
     layers = [nn.Linear(a, b, bias=False) for a, b in pairwise(widths)]
     module = nn.Sequential(*layers).to(kit.device())
     x = torch.ones(512, 512, device=kit.device())
-    module(x).sum().backward()  # warms up
+    for _ in range(3):
+        module(x).sum().backward()  # warms up
     for wrap in (Replicated, DistributedDataParallel):
         module.zero_grad()
         model = wrap(module)
