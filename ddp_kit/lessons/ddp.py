@@ -1,4 +1,4 @@
-# Made from notebooks/08_ddp.ipynb by `make editions`: edit that, not this. 9a526904f6b5
+# Made from notebooks/08_ddp.ipynb by `make editions`: edit that, not this. 4c24980272fa
 """DistributedDataParallel: what it sends, and when."""
 
 import time
@@ -73,42 +73,40 @@ def train_tied(rank, world_size, wrap, rows=12):
     return flat(model.parameters())
 
 
-def one_backward(rank, world_size, hooks):
+def two_backwards(rank, world_size):
     widths = (512, 768, 640, 896, 512)
     layers = [nn.Linear(a, b, bias=False) for a, b in pairwise(widths)]
     module = nn.Sequential(*layers).to(kit.device())
     x = torch.ones(512, 512, device=kit.device())
-    module(x).sum().backward()  # warms up
-    module.zero_grad()
-    model = (DistributedDataParallel if hooks else Replicated)(module)
-    loss = model(x).sum()
-    dist.barrier()
-    loss.backward()
-    if hooks:
-        model.finish_gradient_synchronization()
-    else:
-        average_gradients(model)
+    for _ in range(3):
+        module(x).sum().backward()  # warms up
+    for wrap in (Replicated, DistributedDataParallel):
+        module.zero_grad()
+        model = wrap(module)
+        loss = model(x).sum()
+        dist.barrier()
+        loss.backward()
+        if wrap is Replicated:
+            average_gradients(model)
+        else:
+            model.finish_gradient_synchronization()
 
 
 class Stack(nn.Module):
-    def __init__(self, order=range(4), spare=False):
+    def __init__(self):
         super().__init__()
         torch.manual_seed(SEED)
-        for number in order:
+        for number in range(4):
             self.add_module(f"layer{number}", nn.Linear(512, 512))
-        if spare:
-            self.spare = nn.Parameter(torch.zeros(1))
 
     def forward(self, x):
-        for number in range(4):
-            x = torch.relu(self.get_submodule(f"layer{number}")(x))
+        for layer in self.children():
+            x = torch.relu(layer(x))
         return x
 
 
-def watch(
-    rank, world_size, bucket_cap_mb=None, find_unused_parameters=False, order=range(4), spare=False
-):
-    model = Stack(order, spare).to(kit.device())
+def watch(rank, world_size, bucket_cap_mb=None):
+    model = Stack().to(kit.device())
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     notes = []
     for parameter in model.parameters():
@@ -119,8 +117,7 @@ def watch(
         notes[-1].append(f"-> bucket {bucket.index()}: {', '.join(held)}")
         return allreduce_hook(group, bucket)  # what DDP does without a hook
 
-    options = {"find_unused_parameters": find_unused_parameters}
-    wrapped = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=bucket_cap_mb, **options)
+    wrapped = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=bucket_cap_mb)
     wrapped.register_comm_hook(None, note_and_reduce)
     for _ in range(2):
         notes.append([])
@@ -196,21 +193,17 @@ def backwards(rank, world_size, bucket_cap_mb=None, steps=10):
     return began
 
 
-OPTIONS = {
-    "one bucket: no overlap": {"bucket_cap_mb": 1000},
-    "buckets of 1 MiB": {"bucket_cap_mb": 1},
-    "and find_unused_parameters": {"bucket_cap_mb": 1, "find_unused_parameters": True},
-}
+CAPS = {"one bucket: no overlap": 1000, "four buckets": 1}  # in MiB
 
 
 def step_seconds(rank, world_size, bytes_per_second=None, steps=30):
     x = torch.ones(128, 512, device=kit.device())
-    seconds = {name: [] for name in OPTIONS}
+    seconds = {name: [] for name in CAPS}
     with ThreadPoolExecutor(1) as wire:
         models = {}
-        for name, options in OPTIONS.items():
-            stack = Stack(spare="find_unused_parameters" in options).to(kit.device())
-            models[name] = nn.parallel.DistributedDataParallel(stack, **options)
+        for name, cap in CAPS.items():
+            stack = Stack().to(kit.device())
+            models[name] = nn.parallel.DistributedDataParallel(stack, bucket_cap_mb=cap)
             if bytes_per_second:
                 models[name].register_comm_hook((wire, bytes_per_second), carry_slowly)
         for step in range(steps + 3):

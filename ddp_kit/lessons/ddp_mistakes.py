@@ -1,7 +1,10 @@
-# Made from notebooks/09_ddp_mistakes.ipynb by `make editions`: edit that, not this. cf3f8a485e86
-"""DDP: mistakes found in notes and in code."""
+# Made from notebooks/09_ddp_mistakes.ipynb by `make editions`: edit that, not this. bedb624337e5
+"""DDP: mistakes, found and put right."""
 
 import math
+import os
+import socket
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -10,33 +13,31 @@ from torch import nn
 from torch.utils.data import DistributedSampler
 
 import ddp_kit as kit
-from ddp_kit.lessons._ddp_mistakes import SYNC_BUFFERS, main
+from ddp_kit.lessons._ddp_mistakes import main
 from ddp_kit.lessons._launch import run_as_script
 
 
-def pull(rank, world_size, lr=0.1, hook=None, unwrap=False, steps=12):
+def sharing(rank, world_size, by_local_rank):
+    number = int(os.environ["LOCAL_RANK"]) if by_local_rank else 0
+    places = [None] * world_size
+    dist.all_gather_object(places, (socket.gethostname(), f"cuda:{number}"))
+    return [r for r in range(world_size) if r != rank and places[r] == places[rank]]
+
+
+def pull(rank, world_size, unwrap, steps=12):
     weight = nn.Linear(1, 1, bias=False).to(kit.device())
     nn.init.zeros_(weight.weight)
     model = nn.parallel.DistributedDataParallel(weight)
-    if hook is not None:
-        model.register_comm_hook(None, hook)
-    if unwrap:
-        model = model.module
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    called = model.module if unwrap else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     one = torch.ones(1, 1, device=kit.device())
-    target = torch.tensor([[10.0 * rank]], device=kit.device())
     held = []
     for _ in range(steps):
         optimizer.zero_grad()
-        F.mse_loss(model(one), target).backward()
+        F.mse_loss(called(one), 10.0 * rank * one).backward()
         optimizer.step()
         held.append(weight.weight.item())
     return held
-
-
-def sum_gradients(_, bucket):
-    work = dist.all_reduce(bucket.buffer(), async_op=True)
-    return work.get_future().then(lambda future: future.value()[0])
 
 
 def mean_loss(losses):
@@ -56,16 +57,42 @@ def uneven_gradient(rank, world_size, shards, weighted):
     return model.weight.grad.item()
 
 
-def gradient(rank, world_size, keep):
-    model = nn.Linear(1, 1, bias=False).to(kit.device())
-    x = torch.full((1, 1), 2.0 * rank, device=kit.device())
-    if keep:
-        wrapper = nn.parallel.DistributedDataParallel(model)
-        loss = wrapper(x).sum()
-    else:
-        loss = nn.parallel.DistributedDataParallel(model)(x).sum()
-    loss.backward()
-    return model.weight.grad.item()
+def clipped(rank, world_size, early, micro_batches=3):
+    layer = nn.Linear(2, 1, bias=False).to(kit.device())
+    model = nn.parallel.DistributedDataParallel(layer)
+    for micro in range(micro_batches):
+        x = torch.tensor([[rank, micro + 1.0]], device=kit.device())
+        last = micro == micro_batches - 1
+        with nullcontext() if last else model.no_sync():
+            (model(x).mean() / micro_batches).backward()
+        if early or last:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    return layer.weight.grad
+
+
+def masks(rank, world_size, by_rank):
+    torch.manual_seed(100 + rank if by_rank else 100)
+    return F.dropout(torch.ones(8), training=True).bool().int().tolist()
+
+
+def running_means(rank, world_size):
+    norm = nn.BatchNorm1d(1, momentum=0.5).to(kit.device())
+    model = nn.parallel.DistributedDataParallel(norm)
+    means = []
+    for _ in range(2):
+        x = 8.0 * (rank + 1) + torch.tensor([[-1.0], [1.0]], device=kit.device())
+        model(x).sum().backward()
+        means.append(norm.running_mean.item())
+    return means
+
+
+def count_right(rank, world_size, padded):
+    right = torch.tensor([1] * 5 + [0] * 5, device=kit.device())
+    every_nth = range(rank, len(right), world_size)
+    mine = list(DistributedSampler(right, shuffle=False) if padded else every_nth)
+    total = torch.tensor([right[mine].sum(), len(mine)], device=kit.device())
+    dist.all_reduce(total)
+    return total.tolist()
 
 
 class Heads(nn.Module):
@@ -87,44 +114,8 @@ def use_heads(rank, world_size, find_unused_parameters, heads, steps=1):
     for _ in range(steps):
         model.zero_grad()
         ddp(x, heads[rank]).sum().backward()
-    names = {"trunk": model.trunk, "head 0": model.heads[0], "head 1": model.heads[1]}
-    gradients = {name: layer.weight.grad for name, layer in names.items()}
+    gradients = {name: p.grad for name, p in model.named_parameters()}
     return {name: None if g is None else g.item() for name, g in gradients.items()}
-
-
-def running_means(rank, world_size, sync=True):
-    norm = nn.BatchNorm1d(1, momentum=0.5).to(kit.device())
-    seen = []
-    norm.register_forward_pre_hook(lambda *_: seen.append(norm.running_mean.clone()))
-    norm.register_forward_hook(lambda *_: seen.append(norm.running_mean.clone()))
-    model = nn.parallel.DistributedDataParallel(norm, **{SYNC_BUFFERS: sync})
-    for _ in range(2):
-        x = 8.0 * (rank + 1) + torch.tensor([[-1.0], [1.0]], device=kit.device())
-        model(x).sum().backward()
-    return {
-        "after forward 1": seen[1],
-        "at the start of forward 2": seen[2],
-        "after forward 2": seen[3],
-    }
-
-
-def firsts(rank, world_size, call_set_epoch):
-    sampler = DistributedSampler(range(100))
-    orders = []
-    for epoch in range(3):
-        if call_set_epoch:
-            sampler.set_epoch(epoch)
-        orders.append(list(sampler)[:5])
-    return orders
-
-
-def count_right(rank, world_size, padded):
-    right = torch.tensor([1] * 5 + [0] * 5, device=kit.device())
-    every_nth = range(rank, len(right), world_size)
-    mine = list(DistributedSampler(right, shuffle=False) if padded else every_nth)
-    total = torch.tensor([right[mine].sum(), len(mine)], device=kit.device())
-    dist.all_reduce(total)
-    return total.tolist()
 
 
 LOSSES = [8.0, 4.0, 3.0, 3.0, 3.0, 3.0], [8.0, 6.0, 5.0, 4.0, 4.5, 5.0]  # of ranks 0 and 1
@@ -146,6 +137,22 @@ def epochs(rank, world_size, make_stop):
         dist.all_reduce(torch.ones(1, device=kit.device()))
         if stop(loss):
             return f"stops after epoch {epoch}"
+
+
+def skip_bad(rank, world_size, together):
+    model = nn.parallel.DistributedDataParallel(nn.Linear(1, 1).to(kit.device()))
+    steps = 0
+    for step in range(3):
+        bad = step == 1 and rank == world_size - 1
+        x = torch.full((1, 1), math.nan if bad else 1.0, device=kit.device())
+        loss = model(x).sum()
+        good = loss.detach().isfinite().int()
+        if together:
+            dist.all_reduce(good, op=dist.ReduceOp.MIN)
+        if good:
+            loss.backward()
+            steps += 1
+    return steps
 
 
 if __name__ == "__main__":

@@ -10,12 +10,13 @@ from torch import nn
 
 def greatest_difference(model):
     """Return how far any parameter or buffer of any rank is from rank 0's."""
-    worst = torch.zeros(())
+    differences = []
     for tensor in model.state_dict().values():
         reference = tensor.clone()
         dist.broadcast(reference, src=0)
-        worst = torch.maximum(worst, (tensor - reference).abs().max().cpu())
-    dist.all_reduce(worst, op=dist.ReduceOp.MAX)  # on the CPU: with nccl, move it to the GPU
+        differences.append((tensor - reference).abs().max().float())
+    worst = torch.stack(differences).max()  # where the model is, as nccl needs it
+    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
     return worst.item()
 
 

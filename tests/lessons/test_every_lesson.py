@@ -11,7 +11,6 @@ from types import ModuleType
 
 import pytest
 import torch
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 import ddp_kit as kit
 from ddp_kit import lessons, model
@@ -182,7 +181,7 @@ MISTAKES = [
     ("collectives.try_op", lambda *args: "no" if args[2] == "MAX" else "", "every op but AVG"),
     ("ring_allreduce.preposted_ring", ring_allreduce.whole_ring, "sends what the formula says"),
     ("ddp.DistributedDataParallel", ddp.Replicated, "Replicated trains as one process does"),
-    ("ddp_mistakes.sum_gradients", allreduce_hook, "a sum is a mean with a learning rate"),
+    ("ddp_mistakes.masks", lambda *_: [0], "with a seed for each rank, they differ"),
     (
         "data_parallel.gather",
         lambda outputs, at, gather=data_parallel.gather: gather(outputs[::-1], at),
