@@ -86,7 +86,9 @@ class Comparison:
         for rank, (sent, most) in enumerate(zip(learners.sent, self.most(case), strict=True)):
             if sent > most:
                 much = f"rank {rank} sent {count(sent, 'byte')} where {most:,} would be enough"
-                grader.fail(f"right, but {much}", hint=self.mistake(learners, case), part=SENT)
+                mistake = self.mistake(learners, case)
+                part = "" if self.worker is _train else SENT  # such a hunt is not repaired
+                grader.fail(f"right, but {much}", hint=mistake, part=part)
         if self.spare and sum(right.sent) and not sum(learners.sent):
             grader.fail("right, but no rank sent anything to another", hint="nothing sent")
 
