@@ -274,7 +274,7 @@ def test_the_last_run_of_a_lesson_can_be_drawn(tmp_path):
     point_to_point.main(["--world-size", "3", "--trace", str(tmp_path)])
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         *("run-00-blocking", "run-01-immediate", "run-02-exchange"),
-        *("run-03-from_anyone", "run-04-last_two", "run-05-token"),
+        *("run-03-from_anyone", "run-04-token"),
     ]
     picture = kit.plot.timeline(kit.load_trace(tmp_path))
     assert repr(picture).startswith("3 messages on 3 ranks, step by step")

@@ -1,4 +1,4 @@
-# Made from notebooks/01_point_to_point.ipynb by `make editions`: edit that, not this. d347f893ba20
+# Made from notebooks/01_point_to_point.ipynb by `make editions`: edit that, not this. 2cf8ae3d4526
 """Point-to-point: one rank sends, one receives."""
 
 import torch
@@ -33,7 +33,7 @@ def take_turns(rank, world_size):
 
 
 def immediate(rank, world_size):
-    tensor = torch.tensor([10 * rank])  # on the CPU: for nccl, see the next section
+    tensor = torch.tensor([10 * rank])  # on the CPU, for gloo
     received = torch.empty_like(tensor)
     sending = dist.isend(tensor, dst=(rank + 1) % world_size)
     receiving = dist.irecv(received, src=(rank - 1) % world_size)
@@ -84,7 +84,7 @@ def written_too_early(rank, world_size):
 
 
 def from_anyone(rank, world_size):
-    tensor = torch.tensor([10 * rank])  # on the CPU: nccl cannot receive from any rank
+    tensor = torch.tensor([10 * rank])  # on the CPU, for gloo
     if rank > 0:
         dist.send(tensor, dst=0)
         return None
@@ -93,17 +93,6 @@ def from_anyone(rank, world_size):
         src = dist.recv(tensor)  # no src: whoever is first
         came[src] = tensor.item()
     return came
-
-
-def last_two(rank, world_size):
-    group = dist.new_group([world_size - 2, world_size - 1])  # every rank makes this call
-    tensor = torch.tensor([10 * rank], device=kit.device())
-    group_rank = dist.get_rank(group)
-    if group_rank == 0:
-        dist.send(tensor, group=group, group_dst=1)
-    elif group_rank == 1:
-        dist.recv(tensor, group=group, group_src=0)
-    return {"rank in the group": group_rank, "holds": tensor.item()}
 
 
 def token(rank, world_size):

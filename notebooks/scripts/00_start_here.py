@@ -1,4 +1,4 @@
-"""Four ranks in plain PyTorch: start one process for each, in a loop."""
+"""Four ranks in plain PyTorch: mp.spawn starts them and waits for them."""
 
 import os
 import tempfile
@@ -24,16 +24,8 @@ if __name__ == "__main__":
     world_size = 4
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")  # the new processes inherit both
     os.environ.setdefault("MASTER_PORT", str(20000 + os.getpid() % 10000))
-    mp.set_start_method("spawn")
     with tempfile.TemporaryDirectory() as folder:
-        processes = []
-        for rank in range(world_size):
-            process = mp.Process(target=init_process, args=(rank, world_size, total, folder))
-            process.start()
-            processes.append(process)
-        for process in processes:
-            process.join()
-            assert process.exitcode == 0, "a rank has failed"
+        mp.spawn(init_process, args=(world_size, total, folder), nprocs=world_size)
         for rank in range(world_size):
             value = torch.load(f"{folder}/{rank}.pt")
             print(f"rank {rank}: {value}")

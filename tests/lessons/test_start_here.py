@@ -1,4 +1,4 @@
-"""The scripts of the first lesson with other workers, and the start method in a rank."""
+"""The script of the first lesson with other workers, and the start method in a rank."""
 
 from __future__ import annotations
 
@@ -16,19 +16,17 @@ from scripts import text_of
 
 import ddp_kit as kit
 
-NAMES = ["00_start_here.py", "00_mp_spawn.py"]
+NAME = "00_start_here.py"
 
 
-def run_with(
-    name: str, world_size: int, old: str, new: str, folder: Path
-) -> subprocess.CompletedProcess[str]:
-    """Run a copy of a script on other ranks, in which a line of its worker is replaced."""
-    source = text_of(name)
+def run_with(world_size: int, old: str, new: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run a copy of the script on other ranks, in which a line of its worker is replaced."""
+    source = text_of(NAME)
     changes = {"world_size = 4\n": f"world_size = {world_size}\n", old: new}
     for before, after in changes.items():
         assert source.count(before) == 1
         source = source.replace(before, after)
-    script = folder / name
+    script = folder / NAME
     script.write_text(source, "utf-8")
     return subprocess.run(
         [sys.executable, script],
@@ -39,26 +37,25 @@ def run_with(
     )
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_script_fails_when_a_rank_does(name, tmp_path):
+def test_the_script_fails_when_a_rank_does(tmp_path):
     """The fixture of all tests fails this one if a rank is left.
 
     mp.spawn raises the error of the process that ends first, which may be a rank that only lost
     its connection to rank 2.
     """
     line = "    tensor = torch.tensor([rank])\n"
-    out = run_with(name, 3, line, line + "    assert rank != 2, 'no data left'\n", tmp_path)
+    out = run_with(3, line, line + "    assert rank != 2, 'no data left'\n", tmp_path)
     assert out.returncode == 1
     assert out.stdout == ""
-    if name == "00_mp_spawn.py" and "-- Process 2" not in out.stderr:
-        assert re.search("-- Process [01] terminated with the following error", out.stderr)
-    else:
+    if "-- Process 2" in out.stderr:
         assert "AssertionError: no data left" in out.stderr
+    else:
+        assert re.search("-- Process [01] terminated with the following error", out.stderr)
 
 
-def test_a_script_returns_a_large_tensor(tmp_path):
+def test_the_script_returns_a_large_tensor(tmp_path):
     new = "return tensor + torch.arange(100_000)"
-    out = run_with(NAMES[1], 2, "return tensor.item()", new, tmp_path)
+    out = run_with(2, "return tensor.item()", new, tmp_path)
     assert (out.returncode, out.stderr) == (0, "")
     assert out.stdout == "".join(f"rank {k}: {1 + torch.arange(100_000)}\n" for k in range(2))
 

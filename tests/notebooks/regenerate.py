@@ -24,6 +24,7 @@ METADATA = {
     "kernelspec": {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"},
     "language_info": {"name": "python"},
 }
+WIDGET = "application/vnd.jupyter.widget-view+json"
 
 
 class ThisPython(AsyncKernelManager):
@@ -64,6 +65,8 @@ def execute(path: Path) -> bytes:
         raise RuntimeError(f"cell {started[-1]}: {what}") from None
     notebook.metadata = METADATA
     for cell in notebook.cells:
+        for output in cell.get("outputs", ()):
+            output.get("data", {}).pop(WIDGET, None)  # a widget needs its kernel; its picture stays
         cell.metadata = {key: cell.metadata[key] for key in ("tags",) if key in cell.metadata}
     return nbformat.writes(notebook).rstrip("\n").encode() + b"\n"
 

@@ -1,8 +1,8 @@
 """The scripts that learners take home: each needs torch alone, and is what its lesson shows.
 
 Lesson NN writes a script in a cell, `%%writefile scripts/NN_name.py`, and runs it in the next code
-cell, `!"{sys.executable}" scripts/NN_name.py`. The script is also a file in notebooks/scripts.
-It is run here as anybody would run it, on a copy, without the kit. nbval compares the same output
+cell, `!"{sys.executable}" scripts/NN_name.py` or `!{torchrun} ...`. The script is also a file in
+notebooks/scripts. It is run here as anybody would run it, on a copy, without the kit. nbval does so
 when it runs the lesson, so `make test` runs one of them here, and `make long` runs the others.
 
 REQUIRED: the lessons that must have a script, by their number.
@@ -29,22 +29,26 @@ SCRIPTS = sorted((FOLDER / "scripts").glob("[0-9][0-9]_*.py"))
 # 08_ddp shows train.py, and 11_torchrun runs it.
 REQUIRED = {path.name[:2] for path in FOLDER.glob("[0-9][0-9]_*.ipynb")} - {"08", "11"}
 PROGRAM = FOLDER / "scripts" / "train.py"  # lesson 08 shows it; tests/lessons/test_train.py runs it
-SHORT = "00_mp_spawn"  # the one that `make test` runs without the kit
+SHORT = "00_start_here"  # the one that `make test` runs without the kit
 LIMIT = 300  # seconds for one run; one takes up to 20 s of CPU time
 ALLOWED = {"torch", *sys.stdlib_module_names}
-RUN = re.compile(r'^!"\{sys\.executable\}" scripts/(\w+\.py)(.*)$', re.MULTILINE)
+LAUNCHER = r"\{torchrun\} (--standalone --nproc-per-node \d+)"
+RUN = re.compile(rf'^!(?:"\{{sys\.executable\}}"|{LAUNCHER}) scripts/(\w+\.py)(.*)$', re.MULTILINE)
 # What the kit or a launcher may have set, and a learner's shell has not.
 UNSET = re.compile(r"MASTER_|RANK$|LOCAL_RANK$|WORLD_SIZE$|GLOO_|DDP_KIT|OMP_|PYTHON")
 
 
 def runs_of(notebook: dict, name: str) -> Iterator[tuple[list[str], str | None]]:
-    """Yield the arguments of each run of a script, and what it printed; None if that may vary."""
+    """Yield the command of each run of a script, and what it printed; None if that may vary."""
     for _, cell in numbered(notebook, "code"):
-        runs = [r for r in RUN.finditer("".join(cell["source"])) if r[1] == name]
+        runs = [r for r in RUN.finditer("".join(cell["source"])) if r[2] == name]
         if runs:
             assert len(runs) == 1, "one run a cell, so that each has its own output"
             printed = "".join(text(output) for output in cell["outputs"]).replace("\r\n", "\n")
-            yield shlex.split(runs[0][2]), None if "nbval-ignore-output" in tags(cell) else printed
+            options, _, arguments = runs[0].groups()
+            launcher = f"-m torch.distributed.run {options} " if options else ""
+            command = shlex.split(f"{launcher}scripts/{name}{arguments}")
+            yield command, None if "nbval-ignore-output" in tags(cell) else printed
 
 
 def same_in_the_cell(notebook: dict, name: str, script: str) -> Iterator[str]:
@@ -56,7 +60,7 @@ def same_in_the_cell(notebook: dict, name: str, script: str) -> Iterator[str]:
     if written(cells[writing[0]], name) != script:
         yield f"scripts/{name} is not what the cell writes"
     following = "".join(cells[writing[0] + 1 :][:1])
-    if name not in [run[1] for run in RUN.finditer(following)]:
+    if name not in [run[2] for run in RUN.finditer(following)]:
         yield f"the code cell after the one that writes scripts/{name} does not run it"
 
 
@@ -89,7 +93,7 @@ def read(script: Path) -> str:
     return source
 
 
-def run(script: str, name: str, folder: Path, arguments: list[str]) -> str:
+def run(script: str, name: str, folder: Path, command: list[str]) -> str:
     """Run a copy of a script where the kit cannot be imported; return what it prints."""
     (folder / "scripts").mkdir()
     (folder / "scripts" / name).write_text(script)
@@ -97,8 +101,10 @@ def run(script: str, name: str, folder: Path, arguments: list[str]) -> str:
     blocked.mkdir(parents=True)
     (blocked / "__init__.py").write_text("raise ImportError('the kit is not here')\n")
     environment = {key: value for key, value in os.environ.items() if not UNSET.match(key)}
+    if command[0] == "-m":  # torchrun warns if this is not set
+        environment["OMP_NUM_THREADS"] = "1"
     done = subprocess.run(
-        [sys.executable, f"scripts/{name}", *arguments],
+        [sys.executable, *command],
         cwd=folder,
         env=environment | {"PYTHONPATH": str(blocked.parent)},
         capture_output=True,
@@ -125,10 +131,10 @@ def test_script_keeps(rule, script):
 def test_script_prints_without_the_kit_what_its_lesson_shows(script, tmp_path):
     runs = list(runs_of(notebook_of(script.name), script.name))
     assert runs, "no cell runs it"
-    for number, (arguments, printed) in enumerate(runs):
+    for number, (command, printed) in enumerate(runs):
         folder = tmp_path / str(number)
         folder.mkdir()
-        found = run(text_of(script.name), script.name, folder, arguments)
+        found = run(text_of(script.name), script.name, folder, command)
         assert printed in (None, found)
 
 
@@ -183,10 +189,17 @@ def test_a_sound_script_breaks_no_rule():
 
 
 def test_a_run_is_read_from_the_notebook():
-    assert list(runs_of(with_script(), NAME)) == [(["a b"], "1 a b\n")]
+    command = [f"scripts/{NAME}", "a b"]
+    assert list(runs_of(with_script(), NAME)) == [(command, "1 a b\n")]
     ignored = with_script()
     ignored["cells"][5]["metadata"] = {"tags": ["nbval-ignore-output"]}
-    assert list(runs_of(ignored, NAME)) == [(["a b"], None)]
+    assert list(runs_of(ignored, NAME)) == [(command, None)]
+    launched = with_script()
+    options = "--standalone --nproc-per-node 2"
+    launched["cells"][5]["source"] = f'!{{torchrun}} {options} scripts/{NAME} "a b"'
+    command = ["-m", "torch.distributed.run", *options.split(), *command]
+    assert list(runs_of(launched, NAME)) == [(command, "1 a b\n")]
+    assert broken(launched) == []
 
 
 def test_a_script_that_differs_from_its_cell_or_is_run_only_later_is_found():
@@ -214,10 +227,11 @@ def test_the_kit_is_missing_in_a_script_and_in_the_ranks_that_it_spawns(tmp_path
     )
     script = SCRIPT.replace("    mp.spawn", f"{tried}    mp.spawn")
     script = script.replace("    print(f", f"{tried}    print(f")
-    assert run(script, NAME, tmp_path, ["a b"]) == "the kit is not here\n" * 2 + "1 a b\n"
+    command = [f"scripts/{NAME}", "a b"]
+    assert run(script, NAME, tmp_path, command) == "the kit is not here\n" * 2 + "1 a b\n"
 
 
 def test_a_script_that_fails_is_noticed(tmp_path):
     script = SCRIPT.replace("import torch\n", "import ddp_kit\n", 1)
     with pytest.raises(AssertionError, match="the kit is not here"):
-        run(script, NAME, tmp_path, ["a b"])
+        run(script, NAME, tmp_path, [f"scripts/{NAME}"])
