@@ -68,7 +68,7 @@ class Comparison:
     call: Callable[..., str] | None
 
     def grade(self, grader: Grader, *case: Any) -> None:
-        """Fail if an answer does not do what the solution does, or a rank sends more bytes."""
+        """Fail if an answer does not do what the solution does, sends more bytes, or sends none."""
         result = grader.run(
             self.worker,
             *case[1:],
@@ -87,6 +87,8 @@ class Comparison:
             if sent > most:
                 much = f"rank {rank} sent {count(sent, 'byte')} where {most:,} would be enough"
                 grader.fail(f"right, but {much}", hint=self.mistake(learners, case), part=SENT)
+        if self.spare and sum(right.sent) and not sum(learners.sent):
+            grader.fail("right, but no rank sent anything to another", hint="nothing sent")
 
     def mistake(self, learners: Outcome, case: tuple) -> str:
         """Return the mistake with which a wrong answer does the same; "" if none fits."""
