@@ -46,7 +46,7 @@ def _gather_chunks(rank: int, world_size: int, gather_chunks: Callable) -> torch
     return tensor
 
 
-@compared("4.d", "break_even(n, alpha, per_byte)", sizes=(1,))
+@compared("4.d", "break_even(n, alpha, beta)", sizes=(1,))
 def _break_even(rank: int, world_size: int, break_even: Callable) -> dict[str, float]:
     asked = ((4, 50e-6, 1e-10), (3, 2e-6, 1e-10), (100, 50e-6, 1e-8), (2, 50e-6, 1e-10))
     return {f"break_even{numbers}": float(break_even(*numbers)) for numbers in asked}

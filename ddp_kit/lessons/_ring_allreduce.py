@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from ddp_kit import device, model
 from ddp_kit.lessons._launch import Ranks, lesson_main, prove
-from ddp_kit.notebook.controls import Explorer
+from ddp_kit.notebook.controls import Explorer, positive
 
 
 def arrivals(n: int) -> list[int]:
@@ -21,42 +21,29 @@ def arrivals(n: int) -> list[int]:
     return [(dist.get_rank() - step - 1) % n for step in range(2 * (n - 1))]
 
 
-def chunked_ring(tensor: torch.Tensor, after_step: Callable[[], None] = lambda: None) -> None:
-    """Sum a contiguous `tensor` over all ranks in place; every message is one chunk of n.
-
-    after_step: called after each of the 2(n-1) steps, to watch the chunks.
-    """
-    n, (left, right) = dist.get_world_size(), lesson.neighbours()
-    chunks = tensor.view(-1).tensor_split(n)
-    arriving = torch.empty_like(chunks[0])  # the first chunk is never smaller than another
-    going = chunks[dist.get_rank()]
-    for step, index in enumerate(arrivals(n)):
-        chunk = chunks[index]
-        into = arriving[: len(chunk)] if step < n - 1 else chunk  # first reduce, then gather
-        lesson.exchange(going, right, into, left)
-        if step < n - 1:
-            chunk += into
-        going = chunk
-        after_step()
-
-
 def watch(rank: int, world_size: int) -> torch.Tensor:
-    """Run the chunked ring on powers of ten, and record each chunk after each step.
+    """Make the steps of the chunked ring on powers of ten, and record each chunk after each step.
 
     Rank r starts with 10**r in every chunk, so the digits of a sum show which ranks are in it.
     Returns shape (2 * (world_size - 1) + 1, world_size): the start and each step, by chunk.
     """
-    tensor = torch.full((world_size,), 10**rank, device=device())
-    steps = [tensor.clone()]
-    chunked_ring(tensor, after_step=lambda: steps.append(tensor.clone()))
+    chunks = torch.full((world_size, 1), 10**rank, device=device())
+    left, right = lesson.neighbours()
+    steps, going = [chunks[:, 0].clone()], rank
+    for step, coming in enumerate(arrivals(world_size)):
+        arriving = torch.empty_like(chunks[coming])
+        lesson.exchange(chunks[going], right, arriving, left)
+        chunks[coming] = arriving + (chunks[coming] if step < world_size - 1 else 0)
+        steps.append(chunks[:, 0].clone())
+        going = coming
     return torch.stack(steps)
 
 
 def explore(world_size: int = 4) -> Explorer:
-    """Watch the chunked ring and draw all its steps.
+    """Watch the chunked ring and draw its first step.
 
-    In JupyterLab, controls follow that show them one by one. Raises PoolError for a world size
-    that cannot be run or drawn.
+    In JupyterLab, controls follow that show all steps, one by one. Raises PoolError for a world
+    size that cannot be run or drawn.
     """
     from ddp_kit import plot  # ranks do not need it
 
@@ -65,9 +52,44 @@ def explore(world_size: int = 4) -> Explorer:
         {"world_size": world_size},
         choices=lambda settings: {"world_size": range(1, 9)},
         ask=lambda settings: (watch,),
-        draw=lambda result, settings: plot.ring(result),
+        draw=lambda result, settings: plot.ring_step(result, min(1, len(result[0]) - 1)),
         frames=lambda result: len(result[0]),
         frame=plot.ring_step,
+    )
+
+
+def explore_formula(ranks: int = 8, alpha_us: float = 50, beta_ns: float = 0.1) -> Explorer:
+    """Draw the time of both rings by their formulas, and say at which size they are equal.
+
+    alpha_us: microseconds for each message. beta_ns: nanoseconds for each byte. In JupyterLab,
+    controls follow. No rank runs. Raises PoolError for an invalid choice.
+    """
+    from ddp_kit import plot  # ranks do not need it
+
+    def draw(_, settings):
+        n, alpha, beta = settings["ranks"], settings["alpha_us"] / 1e6, settings["beta_ns"] / 1e9
+        equal = lesson.break_even(n, alpha, beta)
+        sizes = {k * 10**power for power in range(3, 9) for k in (1, 2, 5)} | {10**9}
+        sizes |= {round(equal)} if 1e3 < equal < 1e9 else set()
+        costs = {"whole ring": model.naive_ring, "chunked ring": model.chunked_ring}
+        lines = {
+            name: [(nbytes, cost(n, nbytes, alpha, beta)) for nbytes in sorted(sizes)]
+            for name, cost in costs.items()
+        }
+        wire = f"{settings['alpha_us']:g} µs and {settings['beta_ns']:g} ns per byte"
+        meet = "the whole ring is never slower" if n == 2 else f"equal at {equal / 1e6:,.3g} MB"
+        return plot.bandwidth(lines, title=f"{n} ranks, {wire}: {meet}")
+
+    return Explorer(
+        "ring_allreduce",
+        {"ranks": ranks, "alpha_us": alpha_us, "beta_ns": beta_ns},
+        choices=lambda settings: {
+            "ranks": range(2, 65),
+            "alpha_us": positive("alpha_us", alpha_us, (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)),
+            "beta_ns": positive("beta_ns", beta_ns, (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)),
+        },
+        ask=None,
+        draw=draw,
     )
 
 
@@ -81,12 +103,12 @@ def compare(rank: int, world_size: int, ring: Callable, shape: tuple[int, ...], 
     return torch.equal(tensor, expected)
 
 
-@lesson_main("ring_allreduce", measure={"action": "store_true", "help": "also time 4 kB to 40 MB"})
+@lesson_main("ring_allreduce", measure={"action": "store_true", "help": "also time 2 kB to 20 MB"})
 def main(ranks: Ranks, measure: bool) -> str:
     """Compare each ring with `dist.all_reduce`, count its messages, and print one line."""
     costs = {
         lesson.whole_ring: model.naive_ring,
-        chunked_ring: model.chunked_ring,
+        lesson.chunked_ring: model.chunked_ring,
         lesson.preposted_ring: model.chunked_ring,
     }
     n = ranks.world_size

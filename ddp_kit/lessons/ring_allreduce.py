@@ -1,4 +1,4 @@
-# Made from notebooks/04_ring_allreduce.ipynb by `make editions`: edit that, not this. 4c65717130b9
+# Made from notebooks/04_ring_allreduce.ipynb by `make editions`: edit that, not this. d41731dc643b
 """Ring all-reduce: build your own."""
 
 from itertools import product
@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 import ddp_kit as kit
 from ddp_kit.lessons._launch import run_as_script
-from ddp_kit.lessons._ring_allreduce import arrivals, chunked_ring, compare, explore, main, watch
+from ddp_kit.lessons._ring_allreduce import arrivals, compare, explore, explore_formula, main, watch
 
 
 def neighbours():
@@ -40,6 +40,32 @@ def exchange(going, right, coming, left):
         sending.wait()
 
 
+def reduce_chunks(chunks):
+    "The first half: chunk (rank + 1) % n is complete at the end."
+    rank, n = dist.get_rank(), dist.get_world_size()
+    left, right = neighbours()
+    arriving = torch.empty_like(chunks[0])  # no chunk is longer
+    for step in range(n - 1):
+        going, coming = chunks[(rank - step) % n], chunks[(rank - step - 1) % n]
+        exchange(going, right, arriving[: len(coming)], left)
+        coming += arriving[: len(coming)]
+
+
+def gather_chunks(chunks):
+    "The second half: pass on the complete chunks, until all ranks hold all of them."
+    rank, n = dist.get_rank(), dist.get_world_size()
+    left, right = neighbours()
+    for step in range(n - 1):
+        going, coming = chunks[(rank + 1 - step) % n], chunks[(rank - step) % n]
+        exchange(going, right, coming, left)
+
+
+def chunked_ring(tensor):
+    chunks = tensor.view(-1).tensor_split(dist.get_world_size())
+    reduce_chunks(chunks)
+    gather_chunks(chunks)
+
+
 def preposted_ring(tensor, scratch=None):
     n, (left, right) = dist.get_world_size(), neighbours()
     scratch = torch.empty_like(tensor) if scratch is None else scratch
@@ -62,14 +88,21 @@ def preposted_ring(tensor, scratch=None):
         sending.wait()
 
 
+def break_even(n, alpha, beta):
+    "Return the bytes at which both rings take the same time, by their formulas."
+    if n == 2:
+        return float("inf")
+    return n / (n - 2) * alpha / beta
+
+
 def measure(rank, world_size, sizes, rounds):
     tensors = {nbytes: torch.zeros(nbytes // 4, device=kit.device()) for nbytes in sizes}
     kept = torch.empty_like(tensors[sizes[-1]])
     ways = {
-        "built-in all_reduce": dist.all_reduce,
         "whole ring": whole_ring,
         "chunked ring": chunked_ring,
         "preposted ring": lambda tensor: preposted_ring(tensor, kept[: len(tensor)]),
+        "built-in all_reduce": dist.all_reduce,
     }
     seconds = {name: {nbytes: [] for nbytes in sizes} for name in ways}
     for turn in range(1 + rounds):
@@ -84,19 +117,20 @@ def measure(rank, world_size, sizes, rounds):
     return seconds
 
 
-SIZES = (4_000, 40_000, 400_000, 4_000_000, 40_000_000)  # bytes
+SIZES = (2_000, 20_000, 200_000, 2_000_000, 20_000_000)  # bytes
 
 
-def samples(run, sizes=SIZES, rounds=None):
-    small = [nbytes for nbytes in sizes if nbytes < 10_000_000]
-    series = {}
-    for some, many in (small, 15), (sizes[len(small) :], 5):
-        ranks = list(run(measure, some, rounds or many)) if some else [{}]
-        for name in ranks[0]:
-            for nbytes in some:
-                by_round = zip(*(rank[name][nbytes] for rank in ranks), strict=True)
-                series.setdefault(name, []).append((nbytes, list(map(max, by_round))))
+def samples(run, sizes=SIZES, rounds=25):
+    ranks = list(run(measure, sizes, rounds))
+    series = {name: [] for name in ranks[0]}
+    for name, nbytes in product(series, sizes):
+        by_round = zip(*(rank[name][nbytes] for rank in ranks), strict=True)
+        series[name].append((nbytes, list(map(max, by_round))))
     return series
+
+
+def fastest(series):
+    return {name: [(N, min(rounds)) for N, rounds in points] for name, points in series.items()}
 
 
 if __name__ == "__main__":

@@ -1,22 +1,33 @@
-# Made from notebooks/05_your_machine.ipynb by `make editions`: edit that, not this. 9d5044797e8f
+# Made from notebooks/05_your_machine.ipynb by `make editions`: edit that, not this. 11e06f45e6fd
 """Your machine: what is here, and which rank am I?"""
 
 import argparse
 import os
-from unittest.mock import patch
+from time import perf_counter
 
+import psutil
 import torch
 import torch.distributed as dist
 
 import ddp_kit as kit
 from ddp_kit.lessons._launch import run_as_script
-from ddp_kit.lessons._your_machine import (
-    EXITS,
-    come_and_leave,
-    in_a_world_of_one,
-    main,
-    side_by_side,
-)
+from ddp_kit.lessons._your_machine import come_and_leave, in_a_world_of_one, main, side_by_side
+
+
+def megabytes(rank, world_size):
+    used = psutil.Process().memory_full_info()
+    return f"resident {used.rss / 1e6:.0f} MB, unique {used.uss / 1e6:.0f} MB"
+
+
+def multiply(rank, world_size, threads):
+    torch.set_num_threads(threads)
+    matrix = torch.rand(200, 200)
+    torch.relu(matrix @ matrix)  # the first time takes longer
+    dist.barrier()
+    start = perf_counter()
+    for _ in range(200):
+        torch.relu(matrix @ matrix)
+    return perf_counter() - start
 
 
 def synchronize():
@@ -30,11 +41,6 @@ def synchronize():
         return others
     dist.barrier()
     return "all ranks are here"
-
-
-def without_a_package():
-    with patch.object(dist, "is_available", return_value=False):
-        return synchronize()
 
 
 def everywhere(rank, world_size):

@@ -41,11 +41,11 @@ class Explorer:
     they are used; `interact()` returns such controls on request.
 
     lesson: the module in which the learner finds the worker.
-    settings: their values by name; "world_size" is one of them.
+    settings: their values by name; "world_size" is one of them, unless nothing is run.
     choices: returns the options of each setting, given all settings. A range becomes a slider,
         strings a menu.
-    ask: returns what to run: the worker and its arguments.
-    draw: draws a result.
+    ask: returns what to run: the worker and its arguments. None: nothing is run, as for a formula.
+    draw: draws a result, which is None if nothing is run.
     idle: returns the settings that have no effect at present; they are hidden.
     frames, frame: return how many steps a result has, and a drawing of one of them, if it is
         shown step by step.
@@ -58,13 +58,14 @@ class Explorer:
         lesson: str,
         settings: Settings,
         choices: Callable[[Settings], dict[str, Sequence]],
-        ask: Callable[[Settings], tuple],
-        draw: Callable[[Result, Settings], Picture],
+        ask: Callable[[Settings], tuple] | None,
+        draw: Callable[[Result | None, Settings], Picture],
         idle: Callable[[Settings], set[str]] = lambda settings: set(),
         frames: Callable[[Result], int] | None = None,
         frame: Callable[[Result, int], Picture] | None = None,
     ) -> None:
-        check_world_size(settings["world_size"])
+        if ask is not None:
+            check_world_size(settings["world_size"])
         for name, options in choices(settings).items():
             check_choice(name, settings[name], options)
         self.choices, self.idle = choices, idle
@@ -74,14 +75,18 @@ class Explorer:
 
     def run(self, settings: Settings) -> None:
         """Run with these settings on the shared pool, and draw. An error changes nothing."""
-        worker, *args = self._ask(settings)
-        result = run(worker, *args, world_size=settings["world_size"])
+        result = None
+        if self._ask is not None:
+            worker, *args = self._ask(settings)
+            result = run(worker, *args, world_size=settings["world_size"])
         picture = self._draw(result, settings)
         self.settings, self.result, self.picture = dict(settings), result, picture
 
     @property
     def call(self) -> str:
-        """The run as a learner would write it in a cell."""
+        """The run as a learner would write it in a cell; "" if nothing is run."""
+        if self._ask is None:
+            return ""
         parts = [_name(self._lesson, part) for part in self._ask(self.settings)]
         return f"kit.run({', '.join(parts)}, world_size={self.settings['world_size']})"
 
@@ -168,7 +173,7 @@ class Panel:
         self._play = widgets.Play(min=0, max=0, interval=INTERVAL)
         self._step = widgets.IntSlider(description="step", min=0, max=0)
         widgets.jslink((self._play, "value"), (self._step, "value"))
-        choosers = [*self._settings.values(), again]
+        choosers = [*self._settings.values(), *([again] if explorer.call else [])]
         rows = [widgets.HBox(choosers, layout=widgets.Layout(flex_flow="row wrap"))]
         rows += [widgets.HBox([self._play, self._step])] if explorer.frames else []
         self.box = widgets.VBox([*rows, self._line, self._image])
@@ -217,7 +222,8 @@ class Panel:
         try:
             with view.unseen(), interruptible():
                 if again or settings != self._explorer.settings:
-                    self._say(f"running on {count(settings['world_size'], 'rank')} ...")
+                    if self._explorer.call:
+                        self._say(f"running on {count(settings['world_size'], 'rank')} ...")
                     self._explorer.run(settings)
                 self._show(step)
                 self._image.layout.display = None

@@ -21,15 +21,16 @@ def synchronize():
     return "all ranks are here"
 
 
+def number(name, alone):
+    return int(os.environ.get(name, alone))
+
+
 if __name__ == "__main__":
-    launched = "RANK" in os.environ  # by torchrun, which sets all three variables
-    rank, local_rank, world_size = 0, 0, 1
-    if launched:
-        rank, local_rank, world_size = (
-            int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-        )
+    launched = "RANK" in os.environ  # by torchrun, which sets all four variables
+    rank, world_size = number("RANK", 0), number("WORLD_SIZE", 1)
+    local_rank, ranks_here = number("LOCAL_RANK", 0), number("LOCAL_WORLD_SIZE", 1)
     device = torch.device("cpu")
-    if torch.cuda.is_available():
+    if torch.cuda.device_count() >= ranks_here:  # a GPU for each rank of this machine
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
     total = torch.tensor([rank], device=device)

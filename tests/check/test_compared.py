@@ -28,7 +28,7 @@ def test_a_changed_solution_makes_its_mistake(number, mistake):
 
 
 def test_a_result_that_no_known_mistake_has_gets_a_question():
-    assert_mistake(kit.check.exercise_4_d, lambda n, alpha, per_byte: -1.0, "unknown")
+    assert_mistake(kit.check.exercise_4_d, lambda n, alpha, beta: -1.0, "unknown")
 
 
 @pytest.mark.usefixtures("forked_ranks")

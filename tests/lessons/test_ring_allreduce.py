@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import ddp_kit as kit
-from ddp_kit import plot
+from ddp_kit import model, plot
 from ddp_kit.lessons import ring_allreduce
 
 CHUNKED = (ring_allreduce.chunked_ring, ring_allreduce.preposted_ring)
@@ -54,20 +54,44 @@ def test_costs_are_what_the_formulas_say(world_size):
             assert trace.messages(src=rank) == trace.messages(src=rank, dst=right)
 
 
-def test_small_tensors_are_timed_in_more_rounds_than_large_ones():
-    asked = []
-
+def test_the_slowest_rank_of_each_round_counts():
     def run(measure, sizes, rounds):
-        asked.append((measure, sizes, rounds))
-        by_size = {nbytes: [0.001 * rounds, 0.2] for nbytes in sizes}
-        slower = {nbytes: [0.1, 0.1] for nbytes in sizes}
-        return [{"whole ring": by_size}, {"whole ring": slower}]
+        assert measure is ring_allreduce.measure
+        quick, slow = ([0.1, 0.3][:rounds], [0.2, 0.2][:rounds])
+        return [{"whole ring": dict.fromkeys(sizes, each)} for each in (quick, slow)]
 
-    measured = ring_allreduce.samples(run, sizes=(4_000, 400_000, 40_000_000))
-    assert [sizes for _, sizes, _ in asked] == [[4_000, 400_000], (40_000_000,)]
-    assert [rounds for _, _, rounds in asked] == [15, 5]
-    slowest = [0.1, 0.2]  # the slowest rank of each round
-    assert measured == {"whole ring": [(4_000, slowest), (400_000, slowest), (40_000_000, slowest)]}
+    measured = ring_allreduce.samples(run, sizes=(4_000, 400_000), rounds=2)
+    assert measured == {"whole ring": [(4_000, [0.2, 0.3]), (400_000, [0.2, 0.3])]}
+
+
+@pytest.mark.parametrize("n", [3, 4, 8, 100])
+def test_both_rings_take_the_same_time_at_the_break_even_point(n):
+    equal = ring_allreduce.break_even(n, 50e-6, 1e-10)
+    whole, chunked = (
+        cost(n, equal, 50e-6, 1e-10) for cost in (model.naive_ring, model.chunked_ring)
+    )
+    assert whole == pytest.approx(chunked)
+    assert ring_allreduce.break_even(2, 50e-6, 1e-10) == float("inf")
+
+
+def test_the_rings_of_the_lesson_are_as_exact_as_the_built_in_one():
+    """And only the whole ring leaves other bits on each rank."""
+
+    def errors(rank, world_size, ring):
+        brought = [
+            torch.randn(1000, generator=torch.Generator().manual_seed(r)) for r in range(world_size)
+        ]
+        exact, mine = sum(each.double() for each in brought), brought[rank].clone()
+        ring(mine)
+        return (mine - exact).abs().max().item(), mine
+
+    largest = {}
+    for ring in (*RINGS, torch.distributed.all_reduce):
+        found = list(kit.run(errors, ring))
+        largest[ring] = max(error for error, _ in found)
+        alike = all(torch.equal(mine, found[0][1]) for _, mine in found)
+        assert alike == (ring is not ring_allreduce.whole_ring)
+    assert max(largest.values()) < 4 * min(largest.values())
 
 
 def test_a_step_shows_the_messages_that_travelled_in_it():

@@ -19,19 +19,23 @@ from ddp_kit.lessons import your_machine
 SCRIPT = "05_your_machine.py"
 
 
-def test_synchronize_returns_by_each_of_its_exits():
-    left = [your_machine.without_a_package(), your_machine.synchronize()]
-    left.append(your_machine.in_a_world_of_one())
-    left += kit.run(your_machine.everywhere, world_size=2)
-    assert left == [*your_machine.EXITS, your_machine.EXITS[3]]
-    assert list(kit.run(your_machine.everywhere, world_size=1)) == [your_machine.EXITS[2]]
+def test_synchronize_says_why_it_does_not_wait(monkeypatch):
+    assert your_machine.synchronize() == "there is no process group"
+    assert your_machine.in_a_world_of_one() == "the world is one rank"
+    assert list(kit.run(your_machine.everywhere, world_size=1)) == ["the world is one rank"]
+    assert list(kit.run(your_machine.everywhere, world_size=2)) == ["all ranks are here"] * 2
     assert not torch.distributed.is_initialized()
+    monkeypatch.setattr(torch.distributed, "is_available", lambda: False)
+    assert your_machine.synchronize() == "torch has no distributed package"
 
 
-def launched(folder: Path, *options: str) -> list[str]:
-    """Return what the script of the lesson prints on ranks of torchrun, which see no GPU."""
+def launched(folder: Path, *options: str, before: str = "") -> list[str]:
+    """Return what the script of the lesson prints on ranks of torchrun, which see no GPU.
+
+    before: lines that run before those of the script.
+    """
     script = folder / SCRIPT
-    script.write_text(text_of(SCRIPT), "utf-8")
+    script.write_text(before + text_of(SCRIPT), "utf-8")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *options, str(script)]
     variables = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     out = subprocess.run(command, capture_output=True, text=True, timeout=600, env=variables)
@@ -44,6 +48,16 @@ def test_a_worker_says_the_same_in_the_kit_and_in_the_script_under_torchrun(tmp_
     result = kit.run(lambda rank, world_size: your_machine.introduce(), world_size=3)
     assert result[1] == "rank 1 of 3, local rank 1, sum of all ranks 3"
     assert launched(tmp_path, "--nproc-per-node", "3") == list(result), "in the order of the ranks"
+
+
+@pytest.mark.usefixtures("forked_torchrun")
+def test_ranks_that_share_a_gpu_stay_on_the_cpu(tmp_path):
+    """To choose the GPU would raise an error here; torchrun passes no argument."""
+    one_gpu = "import sys\nimport torch\n\ntorch.cuda.device_count = lambda: 1\n"
+    lines = launched(
+        tmp_path, "--nproc-per-node", "2", before=f"{one_gpu}assert not sys.argv[1:]\n"
+    )
+    assert lines == [f"rank {r} of 2, local rank {r}, sum of all ranks 1" for r in (0, 1)]
 
 
 def test_the_script_runs_in_a_world_of_one(tmp_path):
