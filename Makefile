@@ -87,9 +87,11 @@ test: style $(if $(ALL),$(VENV)-graders/.installed)  ## check style, types, test
 	@$(BIN)/python -m compileall -q ddp_kit  # else each rank does, if Python writes no bytecode
 	@echo "$(if $(ALL),Running all tests and lessons: about 30,Running the tests and lessons: about 10) minutes on two idle cores."
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile \
-	    $(if $(ALL),,$(ONLY_ALL:%=--ignore=%))
+	    $(patsubst %,--ignore=%,$(if $(ALL),$(SPAWNED),$(ONLY_ALL)))
+	@[ -z "$(ALL)" ] || $(MAKE) --no-print-directory spawned
 
-# Learners' ranks are spawned; most tests fork theirs, because that is faster.
+# Learners' ranks are spawned; most tests fork theirs, because that is faster. With ALL=1 these run
+# with spawned ranks alone.
 SPAWNED := tests/test_pool.py tests/test_magics.py tests/test_live_view.py \
     $(addprefix notebooks/, 00_start_here.ipynb 01_point_to_point.ipynb 08_ddp.ipynb)
 

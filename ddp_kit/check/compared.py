@@ -68,7 +68,7 @@ class Comparison:
     call: Callable[..., str] | None
 
     def grade(self, grader: Grader, *case: Any) -> None:
-        """Fail if an answer does not do what the solution does, or a rank sends more bytes."""
+        """Fail if an answer does not do what the solution does, sends more bytes, or sends none."""
         result = grader.run(
             self.worker,
             *case[1:],
@@ -86,7 +86,11 @@ class Comparison:
         for rank, (sent, most) in enumerate(zip(learners.sent, self.most(case), strict=True)):
             if sent > most:
                 much = f"rank {rank} sent {count(sent, 'byte')} where {most:,} would be enough"
-                grader.fail(f"right, but {much}", hint=self.mistake(learners, case), part=SENT)
+                mistake = self.mistake(learners, case)
+                part = "" if self.worker is _train else SENT  # such a hunt is not repaired
+                grader.fail(f"right, but {much}", hint=mistake, part=part)
+        if self.spare and sum(right.sent) and not sum(learners.sent):
+            grader.fail("right, but no rank sent anything to another", hint="nothing sent")
 
     def mistake(self, learners: Outcome, case: tuple) -> str:
         """Return the mistake with which a wrong answer does the same; "" if none fits."""

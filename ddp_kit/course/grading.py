@@ -227,11 +227,18 @@ def run_otter(arguments: argparse.Namespace) -> str:
 
 
 def _otter_edition(assignment: Assignment) -> str:
-    """Return the notebook for learners, where Otter runs the tests instead of the checks."""
+    """Return the notebook for learners, where Otter runs the tests instead of the checks.
+
+    Otter runs the test that a cell names after that cell, and so before another exercise defines
+    the same name: all hunts are a function `train`.
+    """
+    before = None
     for cell in assignment.notebook.cells:
         cell.source = unsolved(cell.source)
-        if cell.id in assignment.checks:
+        if check := assignment.checks.get(cell.id):
             cell.metadata["tags"] = ["otter_ignore", "raises-exception"]
+            before.metadata["otter"] = {"tests": [check.name]}
+        before = cell
     return editions.text_of(assignment.notebook, assignment.notebook.cells)
 
 

@@ -1,4 +1,4 @@
-# Made from notebooks/20_which_one_when.ipynb by `make editions`: edit that, not this. 8fc698b9c41f
+# Made from notebooks/20_which_one_when.ipynb by `make editions`: edit that, not this. 4dca61c38f35
 """Which one when: plan a training run for 1 to 16,384 GPUs."""
 
 from functools import partial
@@ -109,7 +109,7 @@ def states_by_hand(parameters, n, zero, precision=formulas.MIXED):
 def layer_keeps(model, plan, precision=formulas.MIXED):
     size, tp = precision.activations, plan.tp
     norms = (4 * size + 2 * model.dropout) * model.width  # what goes in and out; masks
-    cut = 2 * model.width + 2 * model.kv_width + (2 + 2 * model.gated) * model.mlp_width
+    cut = 2 * model.width + 2 * model.kv_width + (2 + model.gated) * model.mlp_width
     cut *= size  # queries, keys, values, output; and the MLP
     if not plan.flash:
         cut += (size + model.dropout * (1 + size)) * model.heads * model.context  # scores
@@ -216,9 +216,10 @@ def plans_by_hand(model, cluster, gpus, batch):
         if tp > cluster.per_host or model.key_value_heads % tp or model.layers % pp:
             continue
         plan = formulas.Plan(dp, zero, tp, pp, 1, batch // (dp * size), size, recompute=kind)
-        if sum(memory_by_hand(model, plan).values()) <= 0.9 * cluster.accelerator.memory:
-            found.append((sum(step_by_hand(model, plan, cluster).values()), plan))
-    return sorted(found, key=lambda pair: pair[0])
+        held = sum(memory_by_hand(model, plan).values())
+        if held <= 0.9 * cluster.accelerator.memory:
+            found.append((sum(step_by_hand(model, plan, cluster).values()), held, plan))
+    return sorted(found, key=lambda each: each[:2])  # the fastest, then the smallest
 
 
 if __name__ == "__main__":

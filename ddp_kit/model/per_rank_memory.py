@@ -104,10 +104,9 @@ def besides_scores(transformer: Transformer, plan: Plan, precision: Precision) -
     # Inputs of two norms and of what follows them: all tp ranks need them.
     everywhere = 4 * width * precision.activations + masks
     # Queries, keys, values, the attention's output; what goes into the second matrix of the MLP
-    # and into the function before it, and with a gate also both factors.
-    split = (
-        2 * width + 2 * transformer.kv_width + (2 + 2 * transformer.gated) * transformer.mlp_width
-    )
+    # and into the function before it, and with a gate the factor of that function: a fused SwiGLU
+    # computes its own product again.
+    split = 2 * width + 2 * transformer.kv_width + (2 + transformer.gated) * transformer.mlp_width
     everywhere /= plan.tp if plan.sequence_parallel else 1
     return tokens(transformer, plan) * (everywhere + split * precision.activations / plan.tp)
 

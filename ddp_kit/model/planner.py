@@ -14,6 +14,8 @@ from ddp_kit.model.plan import MIXED, Plan, Precision, objection
 from ddp_kit.model.step_time import step
 from ddp_kit.model.transformer import Transformer
 
+_LEAST_PART = 2_048  # tokens of a sequence that a rank should have, or its kernels are inefficient
+
 
 @dataclass(frozen=True)
 class Estimate:
@@ -42,8 +44,9 @@ class Estimate:
 class Plans:
     """What `plans` found. As text: a table of the first eight, and why the others do not fit.
 
-    fitting: estimates, the fastest first. refused: what is in the way, such as "memory" or "heads",
-    to plans and a sentence about each; those that need too much memory are sorted by how much.
+    fitting: estimates, the fastest first, and of equally fast ones that with the least memory.
+    refused: what is in the way, such as "memory" or "heads", to plans and a sentence about each;
+    those that need too much memory are sorted by how much.
     """
 
     gpus: int
@@ -90,7 +93,8 @@ def plans(
 
     gpus: all of them are used. batch: sequences in a step. micro_batch, recompute, chunks, cp:
     those to try. cp is for sequences that are too long for a rank: `step` does not know that
-    kernels become less efficient when each rank has a smaller part of a sequence. A plan fits if
+    kernels become less efficient when each rank has a smaller part of a sequence, so a plan that
+    leaves fewer than 2,048 tokens of it to a rank is refused. A plan fits if
     its rank with most memory has at most 90 percent of an accelerator's: the rest is for what
     `memory` does not count. Raises ModelError if gpus fill more than one host, and not a whole
     number of them.
@@ -111,6 +115,10 @@ def plans(
         if problem is None and plan.batch != batch:
             shared = f"dp={plan.dp} times micro-batches of {plan.micro_batch}"
             problem = "batch", f"{shared} do not divide a batch of {batch:,} sequences"
+        part = transformer.context // plan.cp
+        if problem is None and plan.cp > 1 and part < _LEAST_PART:
+            left = f"cp={plan.cp} leaves {part:,} tokens of a sequence to a rank"
+            problem = "cp", f"{left}, fewer than {_LEAST_PART:,}"
         if problem is None:
             held = sum(memory(transformer, plan, precision).values())
             if held <= room:
@@ -120,7 +128,7 @@ def plans(
             too_large.append((held, plan, needed))
             continue
         refused.setdefault(problem[0], []).append((plan, problem[1]))
-    fitting.sort(key=lambda each: each.seconds)
+    fitting.sort(key=lambda each: (each.seconds, each.nbytes))
     too_large.sort(key=lambda each: each[0])
     if too_large:
         refused["memory"] = [(plan, needed) for _, plan, needed in too_large]

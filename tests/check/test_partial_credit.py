@@ -13,6 +13,7 @@ import pytest
 import torch.distributed as dist
 
 import ddp_kit as kit
+from ddp_kit.check.compared import defined
 from ddp_kit.check.hints import solutions as hunts
 from ddp_kit.check.partial_credit import Credit
 from ddp_kit.course.cells import hunted, solved
@@ -97,6 +98,11 @@ def test_a_wasteful_answer_loses_one_part(capsys):
     assert credit.parts == {"src=0": True, "every other src": True, SENT: False}
     assert "where 20 would be enough" in credit.wrong[SENT]
     assert capsys.readouterr().out.count("src is") == 2  # of the first run that sent too much
+
+
+def test_a_hunt_that_still_sends_too_much_has_no_points():
+    train = defined("8.7", hunts()["8.7"]["broken"], "train")
+    assert kit.check.credit(kit.check.exercise_8_7, train) == 0
 
 
 def test_a_stub_has_no_points_though_its_gap_is_not_always_reached():
