@@ -57,6 +57,7 @@ _PATTERNS = (
     "projects/[0-9]_*.py",
     "scripts/[0-9][0-9]_*.py",
     "scripts/train.py",
+    "scripts/train_min.py",
     "scripts/job.sh",
     "scripts/two_hosts.sh",
 )

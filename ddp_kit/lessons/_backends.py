@@ -34,6 +34,8 @@ BITWISE = {"BAND": operator.and_, "BOR": operator.or_, "BXOR": operator.xor}
 OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", *BITWISE)
 EVERYWHERE = ("float32", "float64", "int64", "int32", "uint8")  # dtypes of all backends
 NCCL_DTYPES = (*EVERYWHERE, "float16", "bfloat16", "float8_e4m3fn", "bool")  # PyTorch maps them
+# Of complex tensors, PyTorch gives a backend only real ones, except in these.
+COMPLEX_AS_THEY_ARE = ("reduce", "gather", "reduce_scatter", "reduce_scatter_single")
 DTYPES = (
     *("float32", "float64", "float16", "bfloat16", "float8_e4m3fn"),
     *("int64", "int32", "uint8", "bool", "complex64"),
@@ -340,8 +342,9 @@ def nccl_documented():
 
     Sources: the table of backends and the notes on ReduceOp in the documentation of
     `torch.distributed`, and the map ncclDataType in NCCLUtils.hpp, which comes with PyTorch. It
-    sends a bool as a uint8, and ProcessGroupNCCL refuses AVG of bools. "not run" is what none of
-    them says.
+    sends a bool as a uint8, and ProcessGroupNCCL refuses AVG of bools. Complex tensors go as real
+    ones, by view_as_real in distributed_c10d.py, and objects as tensors on the current GPU. "not
+    run" is what none of them says.
     """
     cells = {}
     for name, kind in product([name for name in OPERATIONS if name not in WITHOUT_DTYPE], DTYPES):
@@ -349,11 +352,13 @@ def nccl_documented():
         complex_refused = dtype.is_complex and op in ("PRODUCT", "MIN", "MAX")
         if op in BITWISE or complex_refused or (op, kind) == ("AVG", "bool"):
             cells[name, kind] = "excluded"
-        elif kind in NCCL_DTYPES and _has_answer(op, dtype):
+        elif (kind in NCCL_DTYPES or (dtype.is_complex and name not in COMPLEX_AS_THEY_ARE)) and (
+            _has_answer(op, dtype)
+        ):
             cells[name, kind] = "documented"
         else:
             cells[name, kind] = "not run"
-    return cells | {("barrier", ANY): "documented", ("objects", ANY): "not run"}
+    return cells | {("barrier", ANY): "documented", ("objects", ANY): "documented"}
 
 
 @lesson_main("backends")

@@ -1,20 +1,21 @@
-"""A wait for a checkpoint, and the proof of the lesson on torchrun."""
+"""A wait with a limit, and the proof of the lesson on torchrun."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from ddp_kit.lessons._launch import Ranks, lesson_main, prove
 
 
-def wait_for(file: Path, seconds: float = 120) -> None:
-    """Wait until a file exists. Raise TimeoutError after so many seconds."""
+def wait_for(happened: Callable[[], object], seconds: float = 120) -> None:
+    """Wait until a call returns something true. Raise TimeoutError after so many seconds."""
     deadline = time.monotonic() + seconds
-    while not file.exists():
+    while not happened():
         if time.monotonic() > deadline:
-            raise TimeoutError(f"there is no {file.name} after {seconds:g} s")
+            raise TimeoutError(f"what was waited for did not happen within {seconds:g} s")
         time.sleep(0.02)
 
 

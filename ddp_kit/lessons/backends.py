@@ -1,4 +1,4 @@
-# Made from notebooks/10_backends.ipynb by `make editions`: edit that, not this. 447be99a598c
+# Made from notebooks/10_backends.ipynb by `make editions`: edit that, not this. be890be4a2ad
 """Backends: what each can do, and what it costs."""
 
 import math
@@ -13,6 +13,7 @@ import ddp_kit as kit
 from ddp_kit.lessons._backends import (
     ANY,
     BITWISE,
+    COMPLEX_AS_THEY_ARE,
     DTYPES,
     EVERYWHERE,
     LIMIT,

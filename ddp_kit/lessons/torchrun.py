@@ -1,4 +1,4 @@
-# Made from notebooks/11_torchrun.ipynb by `make editions`: edit that, not this. b4256765078e
+# Made from notebooks/11_torchrun.ipynb by `make editions`: edit that, not this. eb1213a4ef0a
 """torchrun: one program, one host or many."""
 
 import os
@@ -46,17 +46,22 @@ def rendezvous(rank, world_size, port, per_host=2):
     return number, [number * per_host + local_rank for local_rank in range(per_host)]
 
 
-def kill_rank(rank, folder, epoch):
-    wait_for(Path(folder, f"{epoch - 1:04}", ".metadata"))
+def newest(folder):
+    saved = Path(folder).glob("step-*/.metadata")
+    return max((int(file.parent.name.removeprefix("step-")) for file in saved), default=0)
+
+
+def kill_rank(rank, folder, step):
+    wait_for(lambda: newest(folder))
     victims = [
         process
         for process in psutil.process_iter(["cmdline", "environ"])
         if folder in (process.info["cmdline"] or [])
         and (process.info["environ"] or {}).get("RANK") == str(rank)
     ]
-    wait_for(Path(folder, f"{epoch:04}", ".metadata"))
+    wait_for(lambda: newest(folder) >= step)
     try:
-        min(victims, key=psutil.Process.create_time).kill()  # the later ones load its data
+        min(victims, key=psutil.Process.create_time).kill()  # not a child that it may have
     except (ValueError, psutil.NoSuchProcess):  # none was found, or it has just ended
         raise RuntimeError(f"rank {rank} ended before it could be killed") from None
 

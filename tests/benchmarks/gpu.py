@@ -152,11 +152,11 @@ def checks(
     if gpus:
         found.append(_program("memory", str(min(gpus, 2))))
     script = str(ROOT / "notebooks" / "scripts" / "train.py")
-    data = str(ROOT / "ddp_kit" / "lessons" / "data" / "digits")
+    data = str(ROOT / "ddp_kit" / "lessons" / "data" / "text" / "pride_and_prejudice.txt")
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus or 2)]
     for how, before in (" alone", []), (f", torchrun on {_ranks(gpus or 2)}", launch):
-        command = sys.executable, *before, script, "--data", data, "--epochs", "3"
-        found.append(Check(f"train.py{how}", command, "epoch 3: "))
+        command = sys.executable, *before, script, "--data", data
+        found.append(Check(f"train.py{how}", command, "step 100: "))
     for backend, ranks in choices if gpus else ():
         port = ["cuda_port", backend.rpartition(":")[2], str(ranks)]
         title = f"lesson 03's script on GPUs, {backend} on {_ranks(ranks)}"

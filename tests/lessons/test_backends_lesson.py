@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import subprocess
@@ -184,8 +185,18 @@ def test_documented_cells_of_nccl_have_the_shape_of_probed_ones_and_show_the_gap
     assert cells["all_reduce SUM", "bool"] == "documented"
     assert cells["broadcast", "float8_e4m3fn"] == "documented"
     assert cells["all_reduce AVG", "bool"] == "excluded"
-    for cell in (("all_reduce SUM", "complex64"), ("objects", "any"), ("all_reduce AVG", "int64")):
+    assert cells["all_reduce SUM", "complex64"] == cells["objects", "any"] == "documented"
+    for cell in (("gather", "complex64"), ("all_reduce AVG", "int64")):
         assert cells[cell] == "not run"
+
+
+def test_pytorch_gives_a_backend_real_tensors_except_in_some_operations():
+    converting = ("broadcast", "all_reduce", "all_gather", "scatter", "all_to_all", "isend")
+    as_they_are = {"reduce", "gather", "reduce_scatter", "reduce_scatter_tensor"}
+    names = (*converting, *as_they_are)
+    source = {name: inspect.getsource(inspect.unwrap(getattr(dist, name))) for name in names}
+    found = {name for name, text in source.items() if "view_as_real" not in text}
+    assert found == as_they_are
 
 
 def test_the_header_of_pytorch_has_the_dtypes_of_nccl():

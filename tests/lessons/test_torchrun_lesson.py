@@ -16,11 +16,12 @@ import psutil
 import pytest
 from kernels import QUICK_START
 from processes import alive, ended, wait_until
-from scripts import NOTEBOOKS, code_of, notebook_of, written
+from scripts import NOTEBOOKS, notebook_of
 from torch.distributed.run import get_args_parser
 
 import ddp_kit as kit
 from ddp_kit.lessons import torchrun
+from ddp_kit.lessons._torchrun import wait_for
 from ddp_kit.lessons.init_methods import free_ports
 from ddp_kit.lessons.your_machine import side_by_side
 
@@ -64,20 +65,12 @@ def namespaces() -> str:
         return ""
 
 
-@pytest.mark.parametrize("name", ["two_hosts.sh", "job.sh"])
-def test_a_script_is_what_its_cell_writes(name):
-    texts = [written(cell, name) for cell in code_of(lesson())]
-    assert [text for text in texts if text is not None] == [(SCRIPTS / name).read_text("utf-8")]
-
-
-@pytest.mark.parametrize(("block", "epochs"), [(0, 2), (1, 1)], ids=["static", "c10d"])
-def test_the_lines_to_copy_train_on_two_hosts(block, epochs, tmp_path):
-    found = re.findall(r"```\n(bash scripts/two_hosts\.sh .*?)```", prose(), re.DOTALL)
-    done = run(["bash", "-c", found[block]], shell(tmp_path / "bin"), cwd=NOTEBOOKS)
-    printed = [line for line in done.stdout.splitlines() if line.startswith("epoch")]
+def test_the_lines_to_copy_train_on_two_hosts(tmp_path):
+    [command] = re.findall(r"```\n(bash scripts/two_hosts\.sh .*?)```", prose(), re.DOTALL)
+    done = run(["bash", "-c", command], shell(tmp_path / "bin"), cwd=NOTEBOOKS)
     assert done.returncode == 0, done.stderr
-    assert len(printed) == epochs
-    assert all(line.endswith("(world size 4, made-up digits)") for line in printed)
+    printed = [line for line in done.stdout.splitlines() if line.startswith("step")]
+    assert [line.partition(": ")[0] for line in printed] == ["step 10", "step 12", "step 12"]
 
 
 WHERE = "echo $NODE_RANK $MASTER_ADDR $(ip -4 -o addr show dev cable 2>/dev/null | cut -d' ' -f7)"
@@ -177,36 +170,73 @@ def test_the_next_script_removes_the_hosts_of_a_killed_one(tmp_path):
     assert left not in namespaces()
 
 
+class Job:
+    """A job of Slurm on two nodes of this machine, whose srun starts its line twice."""
+
+    def __init__(self, tmp_path: Path, **variables: str) -> None:
+        self.text = (SCRIPTS / "job.sh").read_text("utf-8")
+        self.header = dict(HEADER.findall(self.text))
+        self.folder = tmp_path / "project"
+        srun = (
+            'echo "$1 $2 $OMP_NUM_THREADS"; shift 2; "$@" & first=$!; "$@" & second=$!\n'
+            "trap 'kill -USR1 $first $second' USR1\n"  # as srun forwards it
+            "until wait $first; code=$?; [ $code -lt 128 ]; do :; done\n"
+            "until wait $second; code=$?; [ $code -lt 128 ]; do :; done; exit $code"
+        )
+        hosts = '[ "$*" = "show hostnames node[1-2]" ] && echo 127.0.0.1 && echo node2'
+        control = f'[ "$1" = requeue ] && echo "requeued $2" || {{ {hosts}; }}'
+        self.environment = shell(tmp_path / "bin", scontrol=control, srun=srun)
+        (tmp_path / "bin" / "torchrun").rename(tmp_path / "torchrun")
+        activate = self.folder / ".venv" / "bin" / "activate"
+        activate.parent.mkdir(parents=True)
+        activate.write_text(f'PATH="{tmp_path}:$PATH"\n')  # without it, there is no torchrun
+        (self.folder / "train.py").write_text((SCRIPTS / "train.py").read_text("utf-8"))
+        self.environment |= {
+            "SLURM_JOB_ID": str(free_ports(1)[0]),  # its port is 20000 and its last four digits
+            "SLURM_JOB_NODELIST": "node[1-2]",
+            "SLURM_NNODES": self.header["nodes"],
+            **variables,
+        }
+
+    def start(self, *options: str) -> subprocess.Popen:
+        command = ["bash", str(SCRIPTS / "job.sh"), "--checkpoint", "saved", *options]
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        return subprocess.Popen(command, env=self.environment, cwd=self.folder, **streams)
+
+    def saved(self) -> list[str]:
+        return [file.parent.name for file in (self.folder / "saved").glob("*/.metadata")]
+
+
 def test_the_job_trains_on_two_nodes(tmp_path):
-    """For real, with stand-ins for Slurm: srun starts its line twice, on this machine."""
-    text = (SCRIPTS / "job.sh").read_text("utf-8")
-    header = dict(HEADER.findall(text))
-    assert (header["nodes"], header["ntasks-per-node"]) == ("2", "1")
-    assert "##SBATCH --gpus-per-node=" in text
-    srun = 'echo "$1 $2 $OMP_NUM_THREADS"; shift 2; "$@" & first=$!; "$@"; second=$?; wait $first'
-    environment = shell(
-        tmp_path / "bin",
-        scontrol='[ "$*" = "show hostnames node[1-2]" ] && echo 127.0.0.1 && echo node2',
-        srun=f"{srun} && exit $second",
-    )
-    (tmp_path / "bin" / "torchrun").rename(tmp_path / "torchrun")
-    activate = tmp_path / "project" / ".venv" / "bin" / "activate"
-    activate.parent.mkdir(parents=True)
-    activate.write_text(f'PATH="{tmp_path}:$PATH"\n')  # without it, there is no torchrun
-    (tmp_path / "project" / "train.py").write_text((SCRIPTS / "train.py").read_text("utf-8"))
-    environment |= {
-        "SLURM_JOB_ID": str(free_ports(1)[0]),  # the job's port is 20000 and its last four digits
-        "SLURM_JOB_NODELIST": "node[1-2]",
-        "SLURM_NNODES": header["nodes"],
-        "SLURM_CPUS_PER_TASK": header["cpus-per-task"],
-    }
-    command = ["bash", str(SCRIPTS / "job.sh"), "--epochs", "1", "--checkpoint", "saved"]
-    done = run(command, environment, cwd=tmp_path / "project")
-    assert done.returncode == 0, done.stderr
-    threads, epoch = done.stdout.splitlines()
-    assert threads == f"--cpus-per-task {header['cpus-per-task']} 4"
-    assert re.fullmatch(r"epoch 1: [\d.]+% right \(world size 4, made-up digits\)", epoch)
-    assert (tmp_path / "project" / "saved" / "0001" / ".metadata").exists()
+    """For real, with stand-ins for Slurm."""
+    job = Job(tmp_path, SLURM_CPUS_PER_TASK="8")
+    assert (job.header["nodes"], job.header["ntasks-per-node"]) == ("2", "1")
+    assert "##SBATCH --gpus-per-node=" in job.text
+    with job.start("--steps", "4") as process:
+        printed = process.communicate(timeout=LIMIT)[0]
+    assert process.returncode == 0, printed
+    assert printed.startswith("--cpus-per-task 8 4\n")
+    assert re.search(r"^\[default0\]:step 4: loss", printed, re.MULTILINE), printed
+    assert job.saved() == ["step-00000004"]
+    logs = [file for file in (job.folder / "logs").rglob("stdout.log") if file.read_text()]
+    assert len(logs) == 1  # rank 0 alone prints
+    assert "requeued" not in printed
+
+
+def test_a_job_whose_time_is_nearly_over_saves_and_is_queued_again(tmp_path):
+    assert "#SBATCH --signal=B:USR1@120" in (SCRIPTS / "job.sh").read_text("utf-8")
+    job = Job(tmp_path, SLURM_CPUS_PER_TASK="1", SLURM_GPUS_ON_NODE="2")
+    with job.start("--steps", "1000000", "--save-every", "5") as process:
+        try:
+            wait_until(job.saved, 200, "a checkpoint is complete")
+            process.send_signal(signal.SIGUSR1)
+            printed = process.communicate(timeout=LIMIT)[0]
+        finally:
+            process.terminate()
+    assert printed.startswith("--cpus-per-task 1 1\n"), printed  # never 0 threads
+    step = int(re.search(r"stopped by a signal after step (\d+)", printed)[1])
+    assert job.saved() == [f"step-{step:08}"]
+    assert printed.endswith(f"requeued {job.environment['SLURM_JOB_ID']}\n"), printed
 
 
 def test_the_table_has_the_defaults_of_the_options():
@@ -230,17 +260,21 @@ def test_each_host_gets_a_number_of_its_own_and_none_is_left_out():
     assert sorted(found) == [(0, [0, 1]), (1, [2, 3]), (2, [4, 5])]
 
 
-def test_a_file_that_never_comes_is_not_waited_for_forever(tmp_path):
-    with pytest.raises(TimeoutError, match=r"there is no \.metadata after 0\.1 s"):
-        torchrun.wait_for(tmp_path / ".metadata", 0.1)
+def test_what_never_happens_is_not_waited_for_forever():
+    with pytest.raises(TimeoutError, match=r"did not happen within 0\.1 s"):
+        wait_for(list, 0.1)
+
+
+def complete(folder: Path, step: int) -> None:
+    saved = folder / f"step-{step:08}"
+    saved.mkdir()
+    (saved / ".metadata").touch()
 
 
 def test_a_rank_that_has_ended_is_not_killed(tmp_path):
-    for epoch in ("0001", "0002"):
-        (tmp_path / epoch).mkdir()
-        (tmp_path / epoch / ".metadata").touch()
+    complete(tmp_path, 100)
     with pytest.raises(RuntimeError, match="rank 1 ended before it could be killed"):
-        torchrun.kill_rank(1, str(tmp_path), 2)
+        torchrun.kill_rank(1, str(tmp_path), 100)
 
 
 def test_the_rank_is_killed_and_not_its_children(tmp_path):
@@ -254,10 +288,8 @@ def test_the_rank_is_killed_and_not_its_children(tmp_path):
     try:
         for process in ranks:
             process.stdout.readline(), process.stdout.readline()
-        for epoch in ("0001", "0002"):
-            (tmp_path / epoch).mkdir()
-            (tmp_path / epoch / ".metadata").touch()
-        torchrun.kill_rank(1, str(tmp_path), 2)
+        complete(tmp_path, 100)
+        torchrun.kill_rank(1, str(tmp_path), 100)
         wait_until(lambda: ranks[1].poll() is not None, 100, "rank 1 is killed")
         assert (ranks[0].poll(), ranks[1].poll()) == (None, -signal.SIGKILL)
     finally:

@@ -1,118 +1,100 @@
-"""The training program that learners take home: alone, under torchrun, saved and resumed."""
+"""The training program that learners start from: on any number of ranks, stopped and resumed."""
 
 from __future__ import annotations
 
-import os
 import re
+import runpy
+import signal
 import subprocess
-import sys
-from pathlib import Path
 
+import psutil
 import pytest
-import torch
-import torch.distributed.checkpoint as dcp
-from kernels import QUICK_START
+from programs import LIMIT, SCRIPTS, lines_of, started, train
 
-import ddp_kit as kit
-
-SCRIPT = Path(__file__).resolve().parents[2] / "notebooks" / "scripts" / "train.py"
-DIGITS = Path(kit.__file__).parent / "lessons" / "data" / "digits"
-# What the kit or a launcher may have set, and a learner's shell has not.
-UNSET = re.compile(r"MASTER_|RANK$|LOCAL_RANK$|WORLD_SIZE$|GLOO_|DDP_KIT|PYTHON")
-LIMIT = 300  # seconds for one run
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+TEXT = SCRIPTS.parents[1] / "ddp_kit" / "lessons" / "data" / "text" / "pride_and_prejudice.txt"
+SMALL = "--data", TEXT, "--layers", 1, "--width", 32, "--batch-size", 16, "--warmup", 2
+LINE = re.compile(r"step (\d+): loss ([\d.]+), norm [\d.]+, [\d,]+ tokens/s")
+HELD_OUT = re.compile(r"step (\d+): loss ([\d.]+) on held-out text")
 
 
-def train(*options: object, ranks: int = 0) -> subprocess.CompletedProcess:
-    """Run the program as python runs it, or on some ranks of torchrun, on one thread a rank."""
-    launcher = [*TORCHRUN, str(ranks)] if ranks else []
-    environment = {key: value for key, value in os.environ.items() if not UNSET.match(key)}
-    environment |= QUICK_START | {"OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        [sys.executable, *launcher, str(SCRIPT), *map(str, options)],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        out, err = process.communicate(timeout=LIMIT)
-    finally:
-        process.terminate()  # torchrun then ends its ranks
-    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
-
-
-def lines_of(run: subprocess.CompletedProcess) -> list[str]:
-    return run.stdout.splitlines()
-
-
-def percents(lines: list[str], epochs: list[int]) -> list[float]:
-    """Return the accuracies that were printed, and check that they are of these epochs."""
-    found = [re.fullmatch(r"epoch (\d+): ([\d.]+)% right \(.+\)", line) for line in lines]
-    assert all(found), lines
-    assert [int(match[1]) for match in found] == epochs
-    return [float(match[2]) for match in found]
-
-
-def weights(checkpoint: Path) -> torch.Tensor:
-    """Return the weights of a network of a checkpoint as one tensor, in the order of names."""
-    shapes = {"0.weight": (16, 1, 5, 5), "0.bias": (16,), "3.weight": (10, 2304), "3.bias": (10,)}
-    loaded = {name: torch.zeros(shape) for name, shape in shapes.items()}
-    dcp.load({"model_state_dict": loaded}, checkpoint_id=checkpoint, no_dist=True)
-    return torch.cat([tensor.flatten() for tensor in loaded.values()])
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_four_ranks_save_and_two_resume_as_one_process_trains(tmp_path):
-    """Each step has 100 digits in all three runs, the same ones: only rounding differs."""
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    data = ["--data", DIGITS, "--lr", 0.02]
-    alone = train(*data, "--batch-size", 100, "--epochs", 2, "--checkpoint", whole)
-    four = train(*data, "--batch-size", 25, "--epochs", 1, "--checkpoint", parts, ranks=4)
-    more = ["--epochs", 2, "--accumulate", 2, "--checkpoint", parts]
-    two = train(*data, "--batch-size", 25, *more, ranks=2)
-    for run, ranks in (alone, 1), (four, 4), (two, 2):
-        assert run.returncode == 0, run.stderr
-        assert all(line.endswith(f"(world size {ranks}, MNIST)") for line in lines_of(run))
-
-    lines = [lines_of(run) for run in (alone, four, two)]
-    reference = percents(lines[0], [1, 2])
-    resumed = percents(lines[1], [1]) + percents(lines[2], [2])
-    assert reference[1] > 85
-    assert resumed == pytest.approx(reference, abs=0.11)  # 0.05 is one digit of 2,000
-    for epoch in ("0001", "0002"):
-        difference = weights(parts / epoch) - weights(whole / epoch)
-        assert difference.abs().max() < 1e-3, epoch  # the largest weight is about 0.5
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_the_last_group_of_an_epoch_counts_less(tmp_path):
-    """10,000 digits: the second step has 4,000, here as one batch, there as two of 2,000."""
-    data = ["--data", DIGITS, "--epochs", 1]
-    one = train(*data, "--batch-size", 6000, "--checkpoint", tmp_path / "one")
-    parts = ["--batch-size", 2000, "--accumulate", 3]
-    many = train(*data, *parts, "--checkpoint", tmp_path / "many")
-    for run in one, many:
-        assert run.returncode == 0, run.stderr
-    difference = weights(tmp_path / "one" / "0001") - weights(tmp_path / "many" / "0001")
-    assert difference.abs().max() < 1e-4  # only rounding
-
-
-def test_a_step_without_a_batch_is_refused_in_one_line():
-    run = train("--accumulate", 0)
-    assert run.returncode == 2
-    assert run.stderr.splitlines()[-1] == "train.py: error: --accumulate must be at least 1, got 0"
-
-
-def test_without_data_it_says_so_and_learns():
-    run = train("--epochs", 2)
+def losses(run: subprocess.CompletedProcess) -> dict[int, float]:
+    """Return the loss of each step that was printed, and as step -1 that of the held-out text."""
     assert run.returncode == 0, run.stderr
-    assert all(line.endswith("(world size 1, made-up digits)") for line in lines_of(run))
-    assert percents(lines_of(run), [1, 2])[1] > 60
+    found = [LINE.fullmatch(line) or HELD_OUT.fullmatch(line) for line in lines_of(run)]
+    assert all(found), run.stdout
+    return {-1 if match.re is HELD_OUT else int(match[1]): float(match[2]) for match in found}
 
 
-def test_a_folder_without_digits_is_named_with_the_missing_file(tmp_path):
-    run = train("--data", tmp_path)
+def checkpoints(folder) -> list[str]:
+    return sorted(file.parent.name for file in folder.glob("*/.metadata"))
+
+
+def test_the_losses_are_those_of_one_process_on_any_number_of_ranks(tmp_path):
+    """Each step has the same 16 sequences in all runs: only rounding differs."""
+    four_steps = *SMALL, "--steps", 4, "--log-every", 1
+    one = losses(train("train.py", *four_steps))
+    assert sorted(one) == [-1, 1, 2, 3, 4]
+    assert one[4] < one[1] - 0.1
+    two = losses(train("train.py", *four_steps, ranks=2))
+    saved = "--checkpoint", tmp_path
+    half = *SMALL, "--steps", 2, "--decay", 4, "--log-every", 1, *saved
+    four = losses(train("train.py", *half, ranks=4))
+    rest = losses(train("train.py", *four_steps, "--accumulate", 2, *saved, ranks=2))
+    assert sorted(rest) == [-1, 3, 4]  # resumed on another number of ranks
+    assert two == pytest.approx(one, abs=2e-3)
+    assert four | rest == pytest.approx(one, abs=2e-3)
+
+
+def test_six_steps_and_six_more_print_the_loss_of_twelve(tmp_path):
+    """With dropout, so that the state of each rank's random numbers counts too."""
+    options = *SMALL, "--dropout", 0.2, "--log-every", 3, "--save-every", 2
+    whole = train("train.py", *options, "--steps", 12, "--checkpoint", tmp_path / "1", ranks=2)
+    halves = *options, "--checkpoint", tmp_path / "2"
+    first = losses(train("train.py", *halves, "--steps", 6, "--decay", 12, ranks=2))
+    assert checkpoints(tmp_path / "2") == ["step-00000006"]  # only the newest is kept
+    second = losses(train("train.py", *halves, "--steps", 12, ranks=2))
+    assert (sorted(first), sorted(second)) == ([-1, 3, 6], [-1, 9, 12])
+    assert first | second == losses(whole)
+    assert checkpoints(tmp_path / "1") == checkpoints(tmp_path / "2") == ["step-00000012"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "number"), [(0, signal.SIGTERM), (2, signal.SIGUSR1)], ids=["alone", "one of two"]
+)
+def test_a_signal_saves_and_ends_all_ranks(ranks, number, tmp_path):
+    options = *SMALL, "--steps", 10**6, "--log-every", 1, "--checkpoint", tmp_path
+    process = started("train.py", *options, ranks=ranks)
+    try:
+        process.stdout.readline()  # the first step is done
+        of_ranks = psutil.Process(process.pid).children() if ranks else [process]
+        of_ranks[-1].send_signal(number)
+        *_, last = process.communicate(timeout=LIMIT)[0].splitlines()
+    finally:
+        process.kill() if not ranks else process.terminate()
+    step = int(re.fullmatch(r"stopped by a signal after step (\d+)", last)[1])
+    assert process.returncode == 0
+    assert checkpoints(tmp_path) == [f"step-{step:08}"]
+
+
+def test_a_batch_that_cannot_be_split_is_refused_with_its_size():
+    run = train("train.py", "--accumulate", 3)
     assert run.returncode == 1
-    expected = f"No such file or directory: '{tmp_path}/train-images-idx3-ubyte.gz'"
-    assert expected in run.stderr.splitlines()[-1]
+    wanted = "--batch-size must be a multiple of 1 ranks * 3 micro-batches, got 32"
+    assert run.stderr.splitlines()[-1].endswith(f"ValueError: {wanted}")
+
+
+def test_each_block_of_a_text_comes_once_an_epoch_in_another_order():
+    program = runpy.run_path(str(SCRIPTS / "train.py"), run_name="train")
+    torch = program["torch"]
+    text = program["Text"](torch.arange(41, dtype=torch.uint8), 4)
+    first, second = ([text.block(place)[0].item() for place in range(n, n + 10)] for n in (0, 10))
+    assert sorted(first) == sorted(second) == list(range(0, 40, 4))
+    assert first != second
+    inputs, targets = text.batch(range(10), torch.device("cpu"))
+    assert torch.equal(inputs + 1, targets)
+
+
+@pytest.mark.long
+def test_it_says_how_busy_the_device_is():
+    run = train("train.py", "--steps", 2, "--peak-tflops", 0.05)
+    assert re.search(r"^step 2: .* tokens/s, MFU [\d.]+%$", run.stdout, re.MULTILINE), run.stderr

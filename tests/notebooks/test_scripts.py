@@ -26,9 +26,9 @@ from scripts import code_of, notebook_of, text_of, written
 from test_audit import lesson, numbered, tags, text
 
 SCRIPTS = sorted((FOLDER / "scripts").glob("[0-9][0-9]_*.py"))
-# 08_ddp shows train.py, and 11_torchrun runs it.
+# 08_ddp shows train_min.py, and 11_torchrun runs train.py.
 REQUIRED = {path.name[:2] for path in FOLDER.glob("[0-9][0-9]_*.ipynb")} - {"08", "11"}
-PROGRAM = FOLDER / "scripts" / "train.py"  # lesson 08 shows it; tests/lessons/test_train.py runs it
+PROGRAMS = [FOLDER / "scripts" / name for name in ("train.py", "train_min.py")]
 SHORT = "00_start_here"  # the one that `make test` runs without the kit
 LIMIT = 300  # seconds for one run; one takes up to 20 s of CPU time
 ALLOWED = {"torch", *sys.stdlib_module_names}
@@ -138,15 +138,19 @@ def test_script_prints_without_the_kit_what_its_lesson_shows(script, tmp_path):
         assert printed in (None, found)
 
 
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
 @pytest.mark.parametrize("rule", [torch_alone, guarded], ids=lambda rule: rule.__name__)
-def test_the_training_program_keeps(rule):
-    assert list(rule({}, PROGRAM.name, PROGRAM.read_text("utf-8"))) == []
+def test_a_training_program_keeps(rule, program):
+    assert list(rule({}, program.name, program.read_text("utf-8"))) == []
 
 
-def test_the_training_program_is_shown_whole():
-    notebook = notebook_of("08_ddp")
+@pytest.mark.parametrize(
+    ("lesson", "name"), [("08_ddp", "train_min.py"), ("11_torchrun", "job.sh")]
+)
+def test_a_program_is_shown_whole(lesson, name):
+    notebook = notebook_of(lesson)
     shown = [text(output) for _, cell in numbered(notebook, "code") for output in cell["outputs"]]
-    assert any(PROGRAM.read_text("utf-8") in printed for printed in shown)
+    assert any((FOLDER / "scripts" / name).read_text("utf-8") in printed for printed in shown)
 
 
 def test_every_lesson_has_a_script():
