@@ -144,13 +144,10 @@ def test_a_training_program_keeps(rule, program):
     assert list(rule({}, program.name, program.read_text("utf-8"))) == []
 
 
-@pytest.mark.parametrize(
-    ("lesson", "name"), [("08_ddp", "train_min.py"), ("11_torchrun", "job.sh")]
-)
-def test_a_program_is_shown_whole(lesson, name):
-    notebook = notebook_of(lesson)
+def test_the_short_training_program_is_shown_whole():
+    notebook = notebook_of("08_ddp")
     shown = [text(output) for _, cell in numbered(notebook, "code") for output in cell["outputs"]]
-    assert any((FOLDER / "scripts" / name).read_text("utf-8") in printed for printed in shown)
+    assert any(PROGRAMS[1].read_text("utf-8") in printed for printed in shown)
 
 
 def test_every_lesson_has_a_script():
