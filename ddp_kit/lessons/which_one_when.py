@@ -1,4 +1,4 @@
-# Made from notebooks/20_which_one_when.ipynb by `make editions`: edit that, not this. 4dca61c38f35
+# Made from notebooks/20_which_one_when.ipynb by `make editions`: edit that, not this. 296652cf8be9
 """Which one when: plan a training run for 1 to 16,384 GPUs."""
 
 from functools import partial
@@ -207,9 +207,8 @@ H100 = formulas.DGX_H100
 
 
 def plans_by_hand(model, cluster, gpus, batch):
-    found = []
-    powers, again = [1, 2, 4, 8, 16], ("none", "full")
-    for tp, pp, size, zero, kind in product(powers, powers, (1, 2, 4), range(4), again):
+    found, powers = [], [1, 2, 4, 8, 16]
+    for tp, pp, size, zero, kind in product(powers, powers, (1, 2, 4), range(4), ("none", "full")):
         dp = gpus // (tp * pp)
         if dp * tp * pp != gpus or batch % (dp * size) or (zero and dp == 1):
             continue
