@@ -45,7 +45,7 @@ def shows(notebook) -> tuple[int, int, int]:
 
 def without_widgets(notebook: dict) -> dict:
     """Return a notebook without what works in JupyterLab only, but with the pictures of it."""
-    for cell in notebook["cells"]:
+    for cell in (cell for cell in notebook["cells"] if cell["cell_type"] == "code"):
         if "explore(" in "".join(cell["source"]):
             kept = [o for o in cell["outputs"] if WIDGET not in o.get("data", {})]
             cell["outputs"] = kept
