@@ -505,20 +505,6 @@ def test_thousands_of_events_are_shares_and_the_table_is_one_row_a_rank():
     ]
 
 
-def test_timed_pictures_with_the_same_span_can_be_compared():
-    short, long = traces.pipeline(2, batches=1), traces.mixed(2, 3)
-    pictures = [timeline(trace, timed=True, span=8) for trace in (short, long)]
-    (low, high), axis = (picture.axes[1].get_xlim() for picture in pictures)
-    assert axis == (low, high)
-    assert (low, high) == (0, pytest.approx(8, rel=0.01))
-    said = [" ".join(texts(picture)) for picture in pictures]
-    assert ["Not shown: the last" in each for each in said] == [False, True]
-    for span, shown in ((5, "Its last"), (50, "Below: the dark block in large")):
-        picture = timeline(training(3), timed=True, span=span)
-        assert picture.axes[2].get_xlim()[1] == pytest.approx(span, rel=0.01)
-        assert shown in " ".join(texts(picture))
-
-
 def test_more_than_240_collectives_are_many_and_those_that_repeat_are_training_steps():
     def said(rounds, *ops):
         script, draw = traces.Script(3), random.Random(0)
@@ -690,8 +676,6 @@ def test_bucket_that_was_never_reduced_says_so():
         (timeline, Trace(2), {}, "the trace is empty: the ranks sent nothing"),
         (timeline, training(2, steps=4), {"step": 4}, "from -4 to 3, where 0 is the .*; got 4"),
         (timeline, training(2, steps=4), {"step": "1"}, "from -4 to 3, where 0 .* got '1'"),
-        (timeline, traces.pipeline(2), {"timed": True, "span": 0}, "a positive number, .* got 0"),
-        (timeline, traces.pipeline(2), {"span": 5}, "needs timed=True, got 5"),
         (timeline, traces.pipeline(2), {"step": 0}, "must be None, got 0: no training steps"),
         (messages, traces.ring(2, 1), {"per_host": 0}, "per_host must be at least 1, .* got 0"),
         (messages, traces.ring(2, 2), {"limit": 1}, "finite number of at least 8,192, .* got 1"),

@@ -67,8 +67,8 @@ DOCUMENTED = """
     torch.distributed.checkpoint.state_dict torch.distributed.device_mesh torch.distributed.optim
     torch.distributed.pipelining torch.distributed.tensor torch.distributed.tensor.parallel
     torch.func torch.futures torch.library torch.linalg torch.multiprocessing torch.nn
-    torch.nn.functional torch.nn.init torch.nn.modules.module torch.nn.parallel torch.ops
-    torch.optim torch.random torch.utils.checkpoint torch.utils.data torch.version
+    torch.nn.functional torch.nn.init torch.nn.modules.module torch.nn.parallel torch.nn.utils
+    torch.ops torch.optim torch.random torch.utils.checkpoint torch.utils.data torch.version
 """
 IN_TABLE = {name.replace(":", ".").rpartition(".")[2] for f in Feature.all for name in f.names}
 OF_PYTHON = {"_asdict", "_fields", "_replace", "_current_frames", "_getframe"}  # documented

@@ -103,9 +103,9 @@ def besides_scores(transformer: Transformer, plan: Plan, precision: Precision) -
     width, masks = transformer.width, 2 * transformer.width * transformer.dropout
     # Inputs of two norms and of what follows them: all tp ranks need them.
     everywhere = 4 * width * precision.activations + masks
-    # Queries, keys, values, the attention's output; what goes into the second matrix of the MLP
-    # and into the function before it, and with a gate the factor of that function: a fused SwiGLU
-    # computes its own product again.
+    # Queries, keys, values, the attention's output; in the MLP, what goes into the second matrix
+    # and into the function before it, and with a gate its other factor. A fused SwiGLU computes
+    # the output of that function again.
     split = 2 * width + 2 * transformer.kv_width + (2 + transformer.gated) * transformer.mlp_width
     everywhere /= plan.tp if plan.sequence_parallel else 1
     return tokens(transformer, plan) * (everywhere + split * precision.activations / plan.tp)

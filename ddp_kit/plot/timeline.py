@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from numbers import Real
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -76,15 +75,14 @@ class Name(NamedTuple):
 class Panel:
     """The lanes of all ranks over one axis.
 
-    span: the length of the axis, if that is more than the lanes need. many: there are too many
-    events to draw them one by one. tall: inches. head: inches of the names of collectives, which
-    are above the lanes.
+    many: there are too many events to draw them one by one. tall: inches. head: inches of the names
+    of collectives, which are above the lanes.
     """
 
-    def __init__(self, lanes: Lanes, timed: bool, span: float = 0) -> None:
+    def __init__(self, lanes: Lanes, timed: bool) -> None:
         begin, end = lanes.limits
         self.lanes, self.timed, n = lanes, timed, len(lanes.spans)
-        self.length = 1.003 * (max(end - begin, span) or 1)
+        self.length = 1.003 * ((end - begin) or 1)
         self.scale = WIDE / self.length  # inches of one unit of the axis
         drawn = 2 * len(lanes.arrows) + len(lanes.links)
         long = not timed and end - begin > MOST_STEPS and bool(lanes.arrows)
@@ -443,7 +441,6 @@ def timeline(
     timed: bool = False,
     title: str | None = None,
     step: int | None = None,
-    span: float | None = None,
 ) -> Timeline:
     """Draw what each rank sent and waited for: one bar per rank, one arrow per message.
 
@@ -455,8 +452,6 @@ def timeline(
     step: the training step to draw in large, from 0; -1 is the last one. By default one with the
         calls that most training steps have and, timed, with the median duration of those; but if
         the run never ended, what came after the last one.
-    span: timed, how many milliseconds to show from the beginning; what is later is cut off, and the
-        caption says so. Pictures with the same span can be compared.
 
     Arrows have the colour of the sender; a collective is a vertical line through its ranks. A
     send that was never received, or a receive that was never sent to, is dashed and says so.
@@ -467,33 +462,26 @@ def timeline(
     import, most of the pause is cut off, and the caption says how much. `.interact()` of the
     picture returns one to zoom into.
 
-    Raises PlotError if there is no trace, or it has no event (or, timed, no rank), or no such step,
-    or if `span` is not positive and finite, or given without `timed`.
+    Raises PlotError if there is no trace, or it has no event (or, timed, no rank), or no such step.
     """
     trace = pictures.read_trace(source)
     if not trace.events and not (timed and trace.spans):
         raise PlotError("the trace is empty: the ranks sent nothing, there is nothing to draw")
-    if span is not None and not (timed and isinstance(span, Real) and 0 < span < pictures.LARGEST):
-        raise PlotError(f"span must be a positive number, and needs timed=True, got {span!r}")
     whole = by_time(trace) if timed else by_steps(trace)
     training = in_steps.find_training(trace, whole, step)
     window = busy(whole) if timed else whole.limits
-    begin, end = training.window if training else window
-    late = max(0.0, end - begin - span) if span else 0.0
-    end -= late
-    if not training:
-        window = begin, end
     lanes = part(whole, *window)
     cut = _say_cut(whole, window)
     title = _title(trace, timed, training and len(training.spans)) if title is None else title
 
     if not training:
-        large = Panel(lanes, timed, span or 0)
+        large = Panel(lanes, timed)
         xlabel = "time since the first rank began (ms)" if timed else "step"
     else:
         shown = training.label
+        begin, end = training.window
         zero = begin if timed else begin - 0.5  # the first step is 1
-        large = Panel(part(whole, begin, end, zero), timed, span or 0)
+        large = Panel(part(whole, begin, end, zero), timed)
         here = "this training step" if training.shown is not None else "this part"
         xlabel = f"time since {here} began (ms)" if timed else f"order of the operations in {here}"
     if timed:
@@ -510,8 +498,6 @@ def timeline(
 
     is_median = bool(training) and timed and step is None and training.shown is not None
     parts = [_whole_caption(timed, is_median) if training else "", _caption(large), cut]
-    if training and late:
-        parts.append(f"Its last {style.significant(late)} ms are not shown.")
     if any(trace.dropped):
         parts.append(f"The {sum(trace.dropped):,} oldest events were dropped and are not shown.")
     kinds = {bar.kind for bar in lanes.bars}

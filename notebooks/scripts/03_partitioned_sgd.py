@@ -4,7 +4,7 @@ import os
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # works around a flaw of PyTorch 2.13: see the lesson
+import torch.distributed.nn  # imported later, PyTorch 2.13 would keep the group alive
 import torch.multiprocessing as mp
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset

@@ -166,7 +166,7 @@ def main(args):
 
     def rate(step):  # a part of --lr: up in a line, then down along a cosine to 0.1
         done = min(1, max(0, step - args.warmup) / max(1, decay - args.warmup))
-        return min((step + 1) / args.warmup, 0.55 + 0.45 * math.cos(math.pi * done))
+        return min((step + 1) / max(1, args.warmup), 0.55 + 0.45 * math.cos(math.pi * done))
 
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
     app = AppState(net, optimizer, scheduler, torch.cuda if gpu else torch)

@@ -43,9 +43,9 @@ PORT = (
     ),
     ("nn.Linear(64, 10))\n", "nn.Linear(64, 10)).to(device)\n"),
     (
-        "            optimizer.zero_grad()\n",
-        "            inputs, targets = inputs.to(device), targets.to(device)\n"
-        "            optimizer.zero_grad()\n",
+        "            total += train_step(model, optimizer, *batch)",
+        "            batch = [part.to(device) for part in batch]\n"
+        "            total += train_step(model, optimizer, *batch)",
     ),
     ("total = torch.zeros(1)\n", "total = torch.zeros(1, device=device)\n"),
 )
@@ -255,8 +255,9 @@ def cuda_port(backend: str, ranks: int, device: str = DEVICE) -> None:
     The data and the order of the digits are drawn on the CPU, so that only rounding differs.
     """
     source = SCRIPT.read_text("utf-8")
-    prove("the script sets its world size once", source.count("world_size = 4") == 1)
-    started = source.replace("world_size = 4", f"world_size = {ranks}")
+    four = "args=(4,), nprocs=4"
+    prove("the script sets its world size once", source.count(four) == 1)
+    started = source.replace(four, f"args=({ranks},), nprocs={ranks}")
     port = ported(started, device, backend)
     on_cpu, on_gpu = _train(started), _train(port)
     losses = [

@@ -212,7 +212,7 @@ def test_lesson_03_on_gpus_has_the_lines_that_are_said_to_change(tmp_path, monke
     assert re.fullmatch(r"model = .*\.to\(device\)", model)
     assert others == [
         "total = torch.zeros(1, device=device)",
-        "inputs, targets = inputs.to(device), targets.to(device)",
+        "batch = [part.to(device) for part in batch]",
     ]
 
     monkeypatch.setattr(gpu_checks, "_train", lambda source: f"loss {len(source)}.0\n" * 4)

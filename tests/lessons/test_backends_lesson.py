@@ -191,12 +191,14 @@ def test_documented_cells_of_nccl_have_the_shape_of_probed_ones_and_show_the_gap
 
 
 def test_pytorch_gives_a_backend_real_tensors_except_in_some_operations():
-    converting = ("broadcast", "all_reduce", "all_gather", "scatter", "all_to_all", "isend")
-    as_they_are = {"reduce", "gather", "reduce_scatter", "reduce_scatter_tensor"}
-    names = (*converting, *as_they_are)
-    source = {name: inspect.getsource(inspect.unwrap(getattr(dist, name))) for name in names}
+    names = ("isend", "broadcast", "all_reduce", "reduce", "all_gather", "gather", "scatter")
+    names += ("reduce_scatter", "all_to_all", "all_to_all_single")
+    calls = {name: getattr(dist, name) for name in names}
+    for name in ("all_gather_single", "reduce_scatter_single"):
+        calls[name] = getattr(_backends, name)  # under its name in this PyTorch
+    source = {name: inspect.getsource(inspect.unwrap(call)) for name, call in calls.items()}
     found = {name for name, text in source.items() if "view_as_real" not in text}
-    assert found == as_they_are
+    assert found == set(_backends.COMPLEX_AS_THEY_ARE)
 
 
 def test_the_header_of_pytorch_has_the_dtypes_of_nccl():
