@@ -34,6 +34,14 @@ FORKED = {"DDP_KIT_FORKED_SPAWN": ""} if FORKS else {}
 
 # For programs that are not to see what else this process has in its environment.
 QUICK_START = FORKED | {"PYTHONPATH": str(Path(__file__).parent / "quick_imports")}
+# What the kit, a launcher or a scheduler may have set, and a learner's shell has not.
+UNSET = re.compile(r"MASTER_|RANK$|LOCAL_RANK$|WORLD_SIZE$|GLOO_|DDP_KIT|OMP_|PYTHON|SLURM")
+
+
+def learners_shell(**more: str) -> dict[str, str]:
+    """Return the environment of a learner's shell, and what is added to it."""
+    return {name: value for name, value in os.environ.items() if not UNSET.match(name)} | more
+
 
 SET_UP = """
 import ctypes, os, pathlib, time

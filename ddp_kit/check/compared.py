@@ -86,9 +86,8 @@ class Comparison:
         for rank, (sent, most) in enumerate(zip(learners.sent, self.most(case), strict=True)):
             if sent > most:
                 much = f"rank {rank} sent {count(sent, 'byte')} where {most:,} would be enough"
-                mistake = self.mistake(learners, case)
-                part = "" if self.worker is _train else SENT  # such a hunt is not repaired
-                grader.fail(f"right, but {much}", hint=mistake, part=part)
+                part = SENT if SENT in grader.parts else ""
+                grader.fail(f"right, but {much}", hint=self.mistake(learners, case), part=part)
         if self.spare and sum(right.sent) and not sum(learners.sent):
             grader.fail("right, but no rank sent anything to another", hint="nothing sent")
 
@@ -169,10 +168,10 @@ def hunt(*numbers: str) -> None:
     """Register the checks of bug hunts: the repaired program does what the solution does.
 
     The exercises have the broken program in a cell that begins with `# Hunt 9.1`, the solutions the
-    repaired one.
+    repaired one. A program that sends more than needed is not repaired, and has no points.
     """
     for number in numbers:
-        compared(number, HUNTED, kind="hunt")(_train)
+        compared(number, HUNTED, kind="hunt", others=())(_train)
 
 
 def _train(rank: int, world_size: int, train: Callable[[int, int], Any]) -> Any:

@@ -34,7 +34,7 @@ BITWISE = {"BAND": operator.and_, "BOR": operator.or_, "BXOR": operator.xor}
 OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", *BITWISE)
 EVERYWHERE = ("float32", "float64", "int64", "int32", "uint8")  # dtypes of all backends
 NCCL_DTYPES = (*EVERYWHERE, "float16", "bfloat16", "float8_e4m3fn", "bool")  # PyTorch maps them
-# Of complex tensors, PyTorch gives a backend only real ones, except in these.
+# PyTorch hands a complex tensor to a backend as a real one, except in these.
 COMPLEX_AS_THEY_ARE = ("reduce", "gather", "reduce_scatter", "reduce_scatter_single")
 DTYPES = (
     *("float32", "float64", "float16", "bfloat16", "float8_e4m3fn"),
@@ -349,12 +349,11 @@ def nccl_documented():
     cells = {}
     for name, kind in product([name for name in OPERATIONS if name not in WITHOUT_DTYPE], DTYPES):
         op, dtype = name.split()[-1], getattr(torch, kind)
+        as_real = dtype.is_complex and name not in COMPLEX_AS_THEY_ARE
         complex_refused = dtype.is_complex and op in ("PRODUCT", "MIN", "MAX")
         if op in BITWISE or complex_refused or (op, kind) == ("AVG", "bool"):
             cells[name, kind] = "excluded"
-        elif (kind in NCCL_DTYPES or (dtype.is_complex and name not in COMPLEX_AS_THEY_ARE)) and (
-            _has_answer(op, dtype)
-        ):
+        elif (kind in NCCL_DTYPES or as_real) and _has_answer(op, dtype):
             cells[name, kind] = "documented"
         else:
             cells[name, kind] = "not run"

@@ -17,12 +17,6 @@ from ddp_kit.lessons._launch import lesson_parser, open_ranks, prove
 from ddp_kit.pool.ranks import kill_marked
 from ddp_kit.pool.wire.messages import RANK_MARK
 
-NO_GROUP, ALONE, TOGETHER = (
-    "there is no process group",
-    "the world is one rank",
-    "all ranks are here",
-)
-
 
 def side_by_side(
     *commands: str, errors: bool = False, in_order: bool = False, seconds: float = 120
@@ -99,8 +93,9 @@ def come_and_leave(rank: int, world_size: int, late: int) -> dict[str, float]:
 def main(argv: list[str] | None = None) -> None:
     """Call `synchronize` with and without a group, check each rank's numbers, print one line."""
     options = lesson_parser("your_machine", lesson.__doc__).parse_args(argv or [])
-    prove("it returns without a group", lesson.synchronize() == NO_GROUP)
-    prove("it returns in a world of one", in_a_world_of_one() == ALONE)
+    alone = "the world is one rank"
+    prove("it returns without a group", lesson.synchronize() == "there is no process group")
+    prove("it returns in a world of one", in_a_world_of_one() == alone)
     with open_ranks(options.world_size, options.backend, options.trace) as ranks:
         n = ranks.world_size
         for rank, answers in enumerate(ranks(lesson.who_am_i)):
@@ -108,7 +103,7 @@ def main(argv: list[str] | None = None) -> None:
             prove("the group numbers ranks as the kit does", group == (rank, n))
             environment = answers["RANK"], answers["WORLD_SIZE"]
             prove("the environment agrees", environment == (rank, n))
-        last = ALONE if n == 1 else TOGETHER
+        last = alone if n == 1 else "all ranks are here"
         prove("all ranks leave together", list(ranks(lesson.everywhere)) == [last] * n)
         times = list(ranks(come_and_leave, 0))
         if os.environ.get("LOCAL_WORLD_SIZE", str(n)) == str(n):  # one machine, one clock

@@ -229,7 +229,8 @@ class Panel:
                 self._image.layout.display = None
         except KeyboardInterrupt:
             self._waiting = None
-            self._say(f'stopped by an interrupt. {STAYS} "Run again" runs the current settings.')
+            again = ' "Run again" runs the current settings.' if self._explorer.call else ""
+            self._say(f"stopped by an interrupt. {STAYS}{again}")
         except Exception as error:  # nobody else would report it
             self._say(f"{type(error).__name__}: {error}\n{STAYS}")
 

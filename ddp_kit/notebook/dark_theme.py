@@ -7,18 +7,17 @@ from typing import Any
 
 from ddp_kit.pool.ipython import has_front_end
 
-INVERTED = "jp-needs-light-background"  # JupyterLab's class of an image with this metadata
-METADATA = {"needs_background": "light"}
+INVERTED = "jp-needs-light-background"  # JupyterLab's class of an image with the metadata below
 # White becomes as dark as JupyterLab, and turning the hues back keeps a rank's colour.
 CSS = f'[data-jp-theme-light="false"] img.{INVERTED} {{ filter: invert(0.93) hue-rotate(180deg) }}'
 
 
 def mark(picture: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return no data, which are made as for any figure, and the metadata of a picture."""
+    """Return what a picture's output has besides its data: metadata, in JupyterLab."""
     if not has_front_end():
         return {}, {}
     _add_style()
-    return {}, METADATA
+    return {}, {"needs_background": "light"}
 
 
 @functools.cache

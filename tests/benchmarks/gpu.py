@@ -155,7 +155,8 @@ def checks(
     data = str(ROOT / "ddp_kit" / "lessons" / "data" / "text" / "pride_and_prejudice.txt")
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus or 2)]
     for how, before in (" alone", []), (f", torchrun on {_ranks(gpus or 2)}", launch):
-        command = sys.executable, *before, script, "--data", data
+        batch = str(16 * (gpus or 2))
+        command = sys.executable, *before, script, "--data", data, "--batch-size", batch
         found.append(Check(f"train.py{how}", command, "step 100: "))
     for backend, ranks in choices if gpus else ():
         port = ["cuda_port", backend.rpartition(":")[2], str(ranks)]

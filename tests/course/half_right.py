@@ -31,10 +31,10 @@ ANSWERS: dict[str, tuple[str, str, int]] = {
         "dist.all_reduce(total), dist.all_reduce(total.clone())",
         2,
     ),
-    "exercise_3_3": (  # a hunt; one that sends more bytes than needed is not repaired
+    "exercise_3_3": (  # a hunt, repaired for two ranks only
         "dist.broadcast(layer.weight.detach(), src=0)",
-        "[dist.broadcast(layer.weight.detach(), src=0) for _ in range(20)]",
-        0,
+        "world_size == 2 and dist.broadcast(layer.weight.detach(), src=0)",
+        1,
     ),
     "exercise_3_4": (  # a whole function
         "dist.all_reduce(sums)",

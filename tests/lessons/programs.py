@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import re
 import subprocess
 import sys
 from pathlib import Path
 
-from kernels import QUICK_START
+from kernels import QUICK_START, learners_shell
 
 import ddp_kit as kit
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "notebooks" / "scripts"
 DIGITS = Path(kit.__file__).parent / "lessons" / "data" / "digits"
-# What the kit or a launcher may have set, and a learner's shell has not.
-UNSET = re.compile(r"MASTER_|RANK$|LOCAL_RANK$|WORLD_SIZE$|GLOO_|DDP_KIT|PYTHON")
 LIMIT = 300  # seconds for one run
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 
@@ -23,11 +19,9 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 def started(program: str, *options: object, ranks: int = 0) -> subprocess.Popen:
     """Start a program as python does, or on some ranks of torchrun, on one thread a rank."""
     launcher = [*TORCHRUN, str(ranks)] if ranks else []
-    environment = {key: value for key, value in os.environ.items() if not UNSET.match(key)}
-    environment |= QUICK_START | {"OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         [sys.executable, *launcher, str(SCRIPTS / program), *map(str, options)],
-        env=environment,
+        env=learners_shell(**QUICK_START, OMP_NUM_THREADS="1"),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -42,7 +36,3 @@ def train(program: str, *options: object, ranks: int = 0) -> subprocess.Complete
     finally:
         process.terminate()  # torchrun then ends its ranks
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
-
-
-def lines_of(run: subprocess.CompletedProcess) -> list[str]:
-    return run.stdout.splitlines()

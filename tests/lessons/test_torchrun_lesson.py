@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from kernels import QUICK_START
+from kernels import QUICK_START, learners_shell
 from processes import alive, ended, wait_until
 from scripts import NOTEBOOKS, code_of, notebook_of, written
 from torch.distributed.run import get_args_parser
@@ -27,7 +27,6 @@ from ddp_kit.lessons.your_machine import side_by_side
 
 SCRIPTS = NOTEBOOKS / "scripts"
 LIMIT = 240  # seconds for four ranks of train.py
-UNSET = re.compile(r"MASTER_|RANK$|LOCAL_RANK$|WORLD_SIZE$|GLOO_|DDP_KIT|PYTHON|SLURM")
 HEADER = re.compile(r"^#SBATCH --([\w-]+)=(\S+)$", re.MULTILINE)
 
 
@@ -47,9 +46,8 @@ def shell(folder: Path, **programs: str) -> dict[str, str]:
     for name, text in programs.items():
         (folder / name).write_text(f"#!/bin/sh\n{text}\n")
         (folder / name).chmod(0o755)
-    kept = {name: value for name, value in os.environ.items() if not UNSET.match(name)}
-    kept |= QUICK_START
-    return kept | {"OMP_NUM_THREADS": "1", "PATH": f"{folder}:{os.environ['PATH']}"}
+    path = f"{folder}:{os.environ['PATH']}"
+    return learners_shell(**QUICK_START, OMP_NUM_THREADS="1", PATH=path)
 
 
 def run(command: list[str], environment: dict, **more) -> subprocess.CompletedProcess:
@@ -229,8 +227,8 @@ def test_the_job_trains_on_two_nodes(tmp_path):
 
 
 def test_a_job_whose_time_is_nearly_over_saves_and_is_queued_again(tmp_path):
-    assert "#SBATCH --signal=B:USR1@120" in (SCRIPTS / "job.sh").read_text("utf-8")
     job = Job(tmp_path, SLURM_CPUS_PER_TASK="1", SLURM_GPUS_ON_NODE="2")
+    assert job.header["signal"] == "B:USR1@120"
     with job.start("--steps", "1000000", "--save-every", "5") as process:
         try:
             wait_until(job.saved, 200, "a checkpoint is complete")

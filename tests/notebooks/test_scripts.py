@@ -2,8 +2,8 @@
 
 Lesson NN writes a script in a cell, `%%writefile scripts/NN_name.py`, and runs it in the next code
 cell, `!"{sys.executable}" scripts/NN_name.py` or `!{torchrun} ...`. The script is also a file in
-notebooks/scripts. It is run here as anybody would run it, on a copy, without the kit. nbval does so
-when it runs the lesson, so `make test` runs one of them here, and `make long` runs the others.
+notebooks/scripts. It is run here as anybody would run it, on a copy, without the kit. nbval runs
+it, too, with the lesson, so `make test` runs one of them here, and `make long` runs the others.
 
 REQUIRED: the lessons that must have a script, by their number.
 """
@@ -11,7 +11,6 @@ REQUIRED: the lessons that must have a script, by their number.
 from __future__ import annotations
 
 import ast
-import os
 import re
 import shlex
 import subprocess
@@ -21,6 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from kernels import learners_shell
 from regenerate import FOLDER
 from scripts import code_of, notebook_of, text_of, written
 from test_audit import lesson, numbered, tags, text
@@ -34,8 +34,6 @@ LIMIT = 300  # seconds for one run; one takes up to 20 s of CPU time
 ALLOWED = {"torch", *sys.stdlib_module_names}
 LAUNCHER = r"\{torchrun\} (--standalone --nproc-per-node \d+)"
 RUN = re.compile(rf'^!(?:"\{{sys\.executable\}}"|{LAUNCHER}) scripts/(\w+\.py)(.*)$', re.MULTILINE)
-# What the kit or a launcher may have set, and a learner's shell has not.
-UNSET = re.compile(r"MASTER_|RANK$|LOCAL_RANK$|WORLD_SIZE$|GLOO_|DDP_KIT|OMP_|PYTHON")
 
 
 def runs_of(notebook: dict, name: str) -> Iterator[tuple[list[str], str | None]]:
@@ -100,13 +98,13 @@ def run(script: str, name: str, folder: Path, command: list[str]) -> str:
     blocked = folder / "blocked" / "ddp_kit"  # before the kit on the path, in spawned ranks as well
     blocked.mkdir(parents=True)
     (blocked / "__init__.py").write_text("raise ImportError('the kit is not here')\n")
-    environment = {key: value for key, value in os.environ.items() if not UNSET.match(key)}
+    environment = learners_shell(PYTHONPATH=str(blocked.parent))
     if command[0] == "-m":  # torchrun warns if this is not set
         environment["OMP_NUM_THREADS"] = "1"
     done = subprocess.run(
         [sys.executable, *command],
         cwd=folder,
-        env=environment | {"PYTHONPATH": str(blocked.parent)},
+        env=environment,
         capture_output=True,
         text=True,
         timeout=LIMIT,
@@ -147,7 +145,9 @@ def test_a_training_program_keeps(rule, program):
 def test_the_short_training_program_is_shown_whole():
     notebook = notebook_of("08_ddp")
     shown = [text(output) for _, cell in numbered(notebook, "code") for output in cell["outputs"]]
-    assert any(PROGRAMS[1].read_text("utf-8") in printed for printed in shown)
+    assert any(
+        (FOLDER / "scripts" / "train_min.py").read_text("utf-8") in printed for printed in shown
+    )
 
 
 def test_every_lesson_has_a_script():
