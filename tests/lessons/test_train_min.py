@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from programs import DIGITS, lines_of, train
+from programs import DIGITS, train
 
 
 def percent(*options: object, ranks: int) -> float:
@@ -13,7 +13,9 @@ def percent(*options: object, ranks: int) -> float:
     fixed = "--data", DIGITS, "--epochs", 1, *options
     run = train("train_min.py", *fixed, ranks=ranks)
     assert run.returncode == 0, run.stderr
-    found = re.fullmatch(rf"epoch 1: ([\d.]+)% right \(world size {ranks}\)", lines_of(run)[0])
+    found = re.fullmatch(
+        rf"epoch 1: ([\d.]+)% right \(world size {ranks}\)", run.stdout.splitlines()[0]
+    )
     assert found, run.stdout
     return float(found[1])
 
