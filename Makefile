@@ -86,7 +86,7 @@ ONLY_ALL := tests/browser tests/cluster tests/faults tests/lessons tests/project
 test: style $(if $(ALL),$(VENV)-graders/.installed)  ## check style, types, tests and every lesson; ALL=1: as CI does; TORCH=2.x.y: with that PyTorch
 	@$(BIN)/python -m compileall -q ddp_kit  # else each rank does, if Python writes no bytecode
 	@echo "$(if $(ALL),Running all tests and lessons: about 30,Running the tests and lessons: about 10) minutes on two idle cores."
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile \
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
 	    $(patsubst %,--ignore=%,$(if $(ALL),$(SPAWNED),$(ONLY_ALL)))
 	@[ -z "$(ALL)" ] || $(MAKE) --no-print-directory spawned
 
@@ -96,7 +96,7 @@ SPAWNED := tests/test_pool.py tests/test_magics.py tests/test_live_view.py \
     $(addprefix notebooks/, 00_start_here.ipynb 01_point_to_point.ipynb 08_ddp.ipynb)
 
 spawned: $(STAMP)  ## run the pool's tests and three notebooks with ranks that are spawned, as a learner's are
-	@DDP_KIT_SPAWNED=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(SPAWNED)
+	@DDP_KIT_SPAWNED=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(SPAWNED)
 
 long: $(STAMP) $(VENV)-graders/.installed  ## run the tests that repeat others: more notebooks, scripts and world sizes
 	@$(BIN)/python -m pytest -m long -n 2 --dist load
