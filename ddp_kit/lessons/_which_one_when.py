@@ -8,7 +8,7 @@
                https://github.com/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md,
                and of 2024 (A100), docs/performance.md there; Korthikanti et al., "Reducing Activation
                Recomputation in Large Transformer Models" (2022), https://arxiv.org/abs/2205.05198,
-               tables 3 and 5
+               tables 3 and 5; and the GPT with autocast in tests/benchmarks/GPU.md
 
 What the papers do not say is assumed: in Megatron's, that a micro-batch is one sequence, that
 gradients have 2 bytes, and how many chunks a stage has; in Llama's, how many chunks, and that
@@ -103,7 +103,9 @@ def _korthikanti(name, layers, width, heads, pp, gpus, batch, chunks, seconds):
 _CUT_405B = replace(LLAMA_405B, layers=128)
 _SELECTIVE = {"zero": 3, "recompute": "selective"}
 _3D = {"dp": 8, "zero": 3, "tp": 8, "pp": 8, "micro_batches": 8, "micro_batch": 4}
+_GPT = Transformer(24, 2048, 16, 50_304, 2_048, linear_bias=False)
 HELD_OUT = [
+    Published("1.3B", _GPT, Plan(micro_batch=4), DGX_H100, TORCHTITAN, 0.166, 36.1),
     _torchtitan("8B", LLAMA_8B, Plan(8, micro_batch=2, **_SELECTIVE), GRAND_TETON, 6667, 77.0),
     _torchtitan("8B", LLAMA_8B, Plan(64, **_SELECTIVE), DGX_A100, 2973, None),
     _torchtitan("8B", LLAMA_8B, Plan(128, micro_batch=2, **_SELECTIVE), GRAND_TETON, 6514, 62.0),
