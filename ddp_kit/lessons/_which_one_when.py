@@ -4,9 +4,8 @@
                Using Megatron-LM" (2021), https://arxiv.org/abs/2104.04473, table 1
     LLAMA_3    Grattafiori et al., "The Llama 3 Herd of Models" (2024),
                https://arxiv.org/abs/2407.21783, table 4; sizes from table 3
-    HELD_OUT   torchtitan's benchmarks of December 2024 (H100),
-               https://github.com/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md,
-               and of 2024 (A100), docs/performance.md there; Korthikanti et al., "Reducing Activation
+    HELD_OUT   benchmarks/llama3_h100_202412_torchtitan.md and docs/performance.md (A100, 2024) in
+               https://github.com/pytorch/torchtitan; Korthikanti et al., "Reducing Activation
                Recomputation in Large Transformer Models" (2022), https://arxiv.org/abs/2205.05198,
                tables 3 and 5; and the GPT with autocast in tests/benchmarks/GPU.md
 
@@ -75,7 +74,7 @@ GRAND_TETON = replace(DGX_H100, accelerator=_H100_96GB)
 
 
 class Published(NamedTuple):
-    """A training run that nothing was fitted to. seconds: of a step. memory: GiB; None: not said."""
+    """A run that nothing was fitted to. seconds: of a step. memory: GiB. None: not published."""
 
     name: str
     model: Transformer
@@ -246,10 +245,12 @@ def name_by_model(parameters, stage, blocks=2):
     """Return parameters of a stage of `blocks` blocks by their names in the whole model."""
 
     def whole(name):
-        kind, *rest = name.split(".")
-        return f"blocks.{stage * blocks + int(rest[0])}.{'.'.join(rest[1:])}"
+        _, index, rest = name.split(".", 2)
+        return f"blocks.{stage * blocks + int(index)}.{rest}"
 
-    return {whole(name) if name.startswith("blocks.") else name: p for name, p in parameters.items()}
+    return {
+        whole(name) if name.startswith("blocks.") else name: p for name, p in parameters.items()
+    }
 
 
 def train_larger_alone(steps=2):
@@ -328,7 +329,7 @@ def main(ranks: Ranks) -> str:
     found = list(ranks(lesson.train_3d, pp, tp, 2, 2))
     alone = of_each_rank(train_larger_alone(), found)
     prove("dp x pp x tp trains as one process does", compare(found, alone))
-    return "FSDP x TP trains as one process and sends as planned, and so does dp x pp x tp"
+    return "FSDP x TP sends as planned, and 3 ways train as one process does"
 
 
 from ddp_kit.lessons import which_one_when as lesson

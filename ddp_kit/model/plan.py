@@ -43,9 +43,9 @@ class Plan:
     in a step. chunks: parts of the model on each stage of an interleaved pipeline, 1F1B if 1.
     recompute: "none"; "attention": what lies between queries and the output of the attention;
     "selective": all but the input, the attention's output and every second matrix product, as in
-    torchtitan; "full": a layer keeps its input only. flash: the attention keeps no scores. sequence_parallel:
-    the tp ranks also share what they would all keep of a sequence. overlap: dp communicates while
-    backward computes.
+    torchtitan; "full": a layer keeps its input only. flash: the attention keeps no scores.
+    sequence_parallel: the tp ranks also share what they would all keep of a sequence. overlap: dp
+    communicates while backward computes.
 
     As text: "dp 8, ZeRO 3, 16 micro-batches of 1", without what is 1 or off.
 

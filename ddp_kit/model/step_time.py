@@ -71,7 +71,9 @@ def layer_seconds(
         "selective": (0.0, _second_products(transformer), 1.0),
         "full": (1.0, 1.0, 1.0),
     }[plan.recompute]
-    return sum((3 + more) * one for more, one in zip(again, (attention, products, rest), strict=True))
+    return sum(
+        (3 + more) * one for more, one in zip(again, (attention, products, rest), strict=True)
+    )
 
 
 def _second_products(transformer: Transformer) -> float:
