@@ -257,7 +257,7 @@ def train_larger_alone(steps=2):
     """Return the parameters of one process that trains the GPT of `train_3d` on whole batches."""
     gpt = make_gpt(lesson.LARGER).double()
     optimizer = SGD(gpt.parameters())
-    for batch in batches(16, steps):
+    for batch in batches(24, steps):
         optimizer.zero_grad()
         loss_of(gpt, *batch).backward()
         optimizer.step()

@@ -1,4 +1,4 @@
-# Made from notebooks/20_which_one_when.ipynb by `make editions`: edit that, not this. 485e7c0a6c1e
+# Made from notebooks/20_which_one_when.ipynb by `make editions`: edit that, not this. c5a8f3cc4b6f
 """Which one when: plan a training run for 1 to 16,384 GPUs."""
 
 import torch
@@ -133,7 +133,7 @@ def train_3d(rank, world_size, pp=2, tp=2, steps=2, micro_batches=4):
     module, schedule = make_stage(mesh, micro_batches)
     stage, place, places = mesh.get_local_rank("pp"), mesh.get_local_rank("dp"), mesh["dp"].size()
     optimizer = SGD(module.parameters())
-    for batch in batches(16, steps):
+    for batch in batches(24, steps):
         optimizer.zero_grad()
         inputs, targets = part_of(batch, place, places)
         schedule.step(*[inputs][stage:], target=targets)
