@@ -98,11 +98,11 @@ def activations(transformer: Transformer, plan: Plan, precision: Precision = MIX
     if plan.recompute == "full":
         numbers = transformer.width / shared
     elif plan.recompute == "selective":
-        # The input, queries, values, the attention's output; the first of the matrices of the MLP,
-        # and of three also the last.
-        whole = (1 + transformer.gated) * transformer.width
+        # The input, and with tp what two reduce_scatters return; queries, values, the attention's
+        # output and the first product of the MLP; of three also the last, before it is reduced.
         cut = 2 * transformer.width + transformer.kv_width + transformer.mlp_width
-        numbers = whole / shared + cut / plan.tp
+        numbers = (3 if plan.tp > 1 else 1) * transformer.width / shared + cut / plan.tp
+        numbers += transformer.gated * transformer.width
     else:
         return _whole_layer(transformer, plan, precision)
     return tokens(transformer, plan) * numbers * precision.activations
