@@ -158,6 +158,14 @@ def test_each_check_that_fails_says_one_more_until_one_passes():
     assert ask(into_a_copy) == first
 
 
+def test_each_mistake_begins_with_what_is_wrong():
+    kit.check.exercise_2_1(move)
+    assert len(ask(into_a_copy)) == 1
+    assert ask(lambda tensor, src: 1 / 0) == []
+    assert len(ask(lambda tensor, src: move(tensor, 0))) == 1
+    assert len(ask(into_a_copy)) == 2
+
+
 def test_a_learner_can_ask_for_a_step_and_gets_a_solution_only_on_request():
     found = find("2.1", "unchanged")
     assert ask(into_a_copy, hint=1) == ["Check again for a hint, or pass hint=2."]
