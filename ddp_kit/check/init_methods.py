@@ -230,18 +230,20 @@ class _Service:
     """A clock, and a service that answers from some second on; `tried` has the time of each try."""
 
     def __init__(self, answers: float) -> None:
-        self.time, self._tries, self._answers = 0.0, 0, answers
+        self.time, self._tries, self._at_once, self._answers = 0.0, 0, 0, answers
         self.tried: list[float] = []
 
     def now(self) -> float:
         return self.time
 
     def pause(self, seconds: float) -> None:
-        self.time, self._tries = self.time + seconds, 0
+        self.time, self._at_once = self.time + seconds, 0
 
     def connect(self) -> str:
-        self._tries += 1
-        if self._tries > 2:  # rounding may need a second one; or it does not use `pause`
+        self._tries, self._at_once = self._tries + 1, self._at_once + 1
+        if (
+            self._tries > 100 or self._at_once > 2
+        ):  # rounding may need a second one; or it does not use `pause`
             raise EndlessError
         if round(self.time, 3) not in self.tried:
             self.tried.append(round(self.time, 3))

@@ -29,8 +29,8 @@ class Failed(Exception):
         self.mistake = mistake
 
 
-class _Stopped(SystemExit):
-    """Ends a rank whose run has failed; a thread that it ends prints no traceback."""
+class _Stopped(BaseException):
+    """Ends a rank whose run has failed; an answer's `except Exception` does not catch it."""
 
 
 class Work:
@@ -99,7 +99,7 @@ class Ranks:
         if not hasattr(self._here, "rank"):
             text = "it communicates in a thread of its own, whose turn this check cannot choose"
             self._failure = self._failure or Failed("", text)
-            raise _Stopped
+            raise SystemExit  # with which a thread ends in silence
         return self._here.rank
 
     def pause(self, work: Work | None = None) -> None:

@@ -165,7 +165,7 @@ def test_a_mistake_gets_its_hint(answer, mistake, facts):
     assert_mistake(kit.check.project_3, answer, mistake, *facts)
 
 
-def test_an_answer_with_threads_of_its_own_is_refused_in_a_sentence(capfd):
+def test_an_answer_with_threads_of_its_own_is_refused_in_a_sentence(capsys):
     def in_a_thread(tensor):
         thread = threading.Thread(target=slow, args=(tensor,))
         thread.start()
@@ -173,7 +173,7 @@ def test_an_answer_with_threads_of_its_own_is_refused_in_a_sentence(capfd):
 
     text = "it communicates in a thread of its own, whose turn this check cannot choose"
     assert_mistake(kit.check.project_3, in_a_thread, "", text)
-    assert "Traceback" not in capfd.readouterr().err
+    assert "Traceback" not in capsys.readouterr().out
 
 
 def test_sends_that_gloo_would_buffer_wait_in_some_order():
