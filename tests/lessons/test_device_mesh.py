@@ -138,7 +138,7 @@ def test_a_redistribute_that_one_rank_skips_is_explained_with_its_line():
 def test_explore_draws_both_moments_and_names_what_was_called():
     assert repr(mesh.explore("Partial()", "Shard(1)", world_size=2, rows=1, columns=2)) == (
         "Partial() to Shard(1): redistribute reduce_scatter_tensor, 4 bytes sent by rank 0\n"
-        "        before                after\n"
-        "rank 0  a partial sum = 1 2    [:, 0:1] = 11\n"
-        "rank 1  a partial sum = 10 20  [:, 1:2] = 22"
+        "        before                 after\n"
+        "rank 0  a partial sum = 1 2    [0:1] = 11\n"
+        "rank 1  a partial sum = 10 20  [1:2] = 22"
     )
