@@ -157,15 +157,6 @@ def test_both_ends_of_a_tied_gpt_stay_equal():
     assert "tokens.weight" not in result[1]["parameters"]
 
 
-def test_a_parameter_that_only_one_side_has_is_noticed():
-    one, two = {"a": torch.ones(1)}, {"a": torch.ones(1), "b": torch.ones(1)}
-    for whole, mine in ((two, one), (one, two)):
-        with pytest.raises(
-            ValueError, match="one process have no b: train_alone and the ranks need"
-        ):
-            pp.of_each_rank(whole, [mine])
-
-
 def test_an_unknown_schedule_and_uneven_pieces_are_refused_in_one_sentence():
     with pytest.raises(kit.RankError, match=r"schedule must be one of 'GPipe', '1F1B', .*'GPip'"):
         kit.run(pp.train, "GPip", 4, world_size=1)
