@@ -1,4 +1,4 @@
-# Made from notebooks/19_experts.ipynb by `make editions`: edit that, not this. 3128082e9f23
+# Made from notebooks/19_experts.ipynb by `make editions`: edit that, not this. 78ce7db1edd9
 """Experts: every token goes to some of the ranks."""
 
 import torch
@@ -25,8 +25,11 @@ from ddp_kit.lessons.zero import ADAM, copies
 
 
 def brief(comparison):
-    small = comparison.equal and comparison.max_error < 1e-5
-    return "equal up to 1e-5" if small else str(comparison)
+    return "equal up to 1e-5" if comparison and comparison.max_error < 1e-5 else str(comparison)
+
+
+def mlp(width):
+    return nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
 
 
 def route(scores, bias, k=2):
@@ -35,21 +38,18 @@ def route(scores, bias, k=2):
     return weights / weights.sum(-1, keepdim=True), choice
 
 
-def mlp(width):
-    return nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
-
-
 class MoE(nn.Module):
     def __init__(self, width, count):
         super().__init__()
-        self.router, self.bias = nn.Linear(width, count, bias=False), torch.zeros(count)
+        self.router = nn.Linear(width, count, bias=False)
         nn.init.normal_(self.router.weight, std=0.02)
+        self.register_buffer("bias", torch.zeros(count))
         self.shared = mlp(width)
         self.experts = nn.ModuleDict({str(i): mlp(width) for i in range(count)})
 
     def forward(self, tokens):
         self.scores = self.router(tokens).sigmoid()
-        weights, self.choice = route(self.scores, self.bias.to(tokens.device))
+        weights, self.choice = route(self.scores, self.bias)
         return self.shared(tokens) + self.routed(tokens, weights, self.choice)
 
     def routed(self, tokens, weights, choice):
@@ -81,19 +81,19 @@ def combine(done, weights, plan, group=None):
 def apply_own(experts, rows, counts):
     owner = torch.arange(len(experts), device=rows.device).repeat(len(counts))
     order = owner.repeat_interleave(counts.flatten()).argsort(stable=True)
-    parts = rows[order].split(counts.sum(0).tolist())
-    done = torch.cat([expert(part) for expert, part in zip(experts, parts, strict=True)])
+    parts = zip(experts, rows[order].split(counts.sum(0).tolist()), strict=True)
+    done = torch.cat([expert(part) for expert, part in parts])
     return done[order.argsort()]
 
 
 class ExpertParallel(MoE):
     def __init__(self, moe, group=None):
         nn.Module.__init__(self)
-        self.router, self.bias, self.shared = moe.router, moe.bias, moe.shared
-        self.count, self.group = len(moe.experts), group
-        own = list(moe.experts)
-        m, rank = len(own) // dist.get_world_size(group), dist.get_rank(group)
-        self.experts = nn.ModuleDict({i: moe.experts[i] for i in own[rank * m : (rank + 1) * m]})
+        self.router, self.shared, self.group = moe.router, moe.shared, group
+        self.register_buffer("bias", moe.bias)
+        self.count, n = len(moe.experts), dist.get_world_size(group)
+        own = [i for i in moe.experts if int(i) * n // self.count == dist.get_rank(group)]
+        self.experts = nn.ModuleDict({i: moe.experts[i] for i in own})
 
     def routed(self, tokens, weights, choice):
         arrived, counts, plan = dispatch(tokens, choice, self.count, self.group)
@@ -155,7 +155,7 @@ def step(model, optimizer, batch, mesh, balance=None, average=average_gradients)
     average(model, mesh)
     optimizer.step()
     if balance == "bias":
-        moe.bias += RATE * (load.mean() - load).sign().cpu()
+        moe.bias += RATE * (load.mean() - load).sign()
     dist.all_reduce(mean := loss.detach() / dist.get_world_size())
     return mean.item(), load
 
