@@ -68,7 +68,7 @@ def _violation(rank: int, n: int, violation: Callable) -> dict:
 
 @compared("19.2", "route_within(scores, hosts, most)", sizes=(1,), where="for 1, 2 and 4 hosts")
 def _route_within(rank: int, n: int, route_within: Callable) -> dict:
-    scores = torch.rand(6, 8, generator=torch.Generator().manual_seed(2))
+    scores = torch.rand(6, 12, generator=torch.Generator().manual_seed(2))
     return {
         f"at most {m} of 4 hosts": route_within(scores, 4, m).sort(-1).values for m in (1, 2, 4)
     }
