@@ -1,4 +1,4 @@
-"""Graders of lesson 18: softmaxes, rings, heads that travel, tokens for experts."""
+"""Graders of lesson 18: softmaxes, rings, a gather and its backward, heads that travel."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import torch
 from ddp_kit.check.compared import compared, hunt
 from ddp_kit.check.grader import SIZES, Grader
 from ddp_kit.check.record import Score, Span, record
-from ddp_kit.errors import DeadlockError, MismatchError, RunTimeoutError
 from ddp_kit.lessons import context_parallel as lesson
 
 CHUNK = 2  # tokens
@@ -40,37 +39,13 @@ def _block_mask(rank: int, n: int, block_mask: Callable) -> dict:
     return {f"the mask of step {step}": block_mask(rank, step, n, CHUNK) for step in range(n)}
 
 
-@compared(
-    "18.3",
-    "bring_home(parts)",
-    "the gradients are home",
-    on_failure=dict.fromkeys((DeadlockError, MismatchError, RunTimeoutError), "unmatched"),
-    collectives=False,
-    sizes=SIZES,
-    spare=None,
-)
-def _bring_home(rank: int, n: int, bring_home: Callable) -> torch.Tensor:
-    # A rank's digit in a sum names it, and so do its multiples the block.
-    return bring_home([torch.tensor([10.0**rank, 10.0**rank * (1 + block)]) for block in range(n)])
+@compared("18.3", "gathered_backward(gradient)", sizes=SIZES)
+def _gathered_backward(rank: int, n: int, gathered_backward: Callable) -> torch.Tensor:
+    numbers = torch.arange(4.0 * n).view(1, 1, 2 * n, 2)
+    return gathered_backward(10.0**rank * (1 + numbers % 7))
 
 
-@compared(
-    "18.4",
-    "through_experts(tokens, choice, expert)",
-    "with uneven counts and with none",
-    on_failure="wrong counts",
-    sizes=SIZES,
-    spare=None,
-)
-def _through_experts(rank: int, n: int, through_experts: Callable) -> torch.Tensor:
-    count = torch.arange(4.0 + rank)
-    tokens = torch.stack([100 * (rank + 1) + count, count], 1)
-    # If there are several experts, no token goes to the last one.
-    choice = (3 * torch.arange(len(count)) + rank + 1) % 4 % max(1, n - 1)
-    return through_experts(tokens, choice, lambda rows: 2 * rows + 1000 * (rank + 1))
-
-
-hunt("18.10")
+hunt("18.8")
 
 
 @compared("18.a", "OnlineSoftmax(query)", sizes=(1,), where="with three blocks")
@@ -88,7 +63,7 @@ def _online_softmax(rank: int, n: int, online_softmax: Callable) -> dict:
     }
 
 
-DEALT = ([range(2), range(6, 7)], [range(2, 3), range(4, 6)], [range(3, 4)])
+SHARDS = ([range(2), range(6, 7)], [range(2, 3), range(4, 6)], [range(3, 4)])
 
 
 @compared("18.b", "needed(queries, keys, causal)", sizes=(1,), where="for all pairs of shards")
@@ -103,8 +78,8 @@ def _needed(rank: int, n: int, needed: Callable) -> dict:
     return {
         f"queries {queries}, keys {keys}, causal {causal}": text(needed(queries, keys, causal))
         for causal in (True, False)
-        for queries in DEALT
-        for keys in DEALT
+        for queries in SHARDS
+        for keys in SHARDS
     }
 
 
@@ -129,7 +104,7 @@ def _zig_zag(rank: int, n: int, zig_zag: Callable) -> dict:
     return {f"zig_zag({s}, {p})": [list(shard) for shard in zig_zag(s, p)] for s, p in cases}
 
 
-@compared("18.11", "ulysses_gqa(query, key, value)", kind="function", sizes=(2, 4), spare=1.25)
+@compared("18.9", "ulysses_gqa(query, key, value)", kind="function", sizes=(2, 4), spare=1.25)
 def _ulysses_gqa(rank: int, n: int, ulysses: Callable) -> dict:
     found = {}
     for groups in (2, 4):
@@ -149,8 +124,8 @@ DOCUMENTS, RANKS = (13, 9, 5, 3, 2), 8  # of the record
 CHUNKS = sum(DOCUMENTS)
 
 
-@record("18.12", "deal()", "units of time", (54, 44, 40), along="time")
-def _deal(grader: Grader) -> Score:
+@record("18.10", "assign()", "units of time", (54, 44, 40), along="time")
+def _assign(grader: Grader) -> Score:
     owner = _owners(grader, grader.ask())
     of = [number for number, length in enumerate(DOCUMENTS) for _ in range(length)]
     work = [[0] * RANKS for _ in range(RANKS)]  # by step and rank
@@ -169,7 +144,7 @@ def _deal(grader: Grader) -> Score:
 
 
 def _owners(grader: Grader, found: Any) -> list[int]:
-    """Return the rank of each chunk, or fail if an answer does not deal out all of them."""
+    """Return the rank of each chunk, or fail if an answer does not assign all of them."""
     try:
         shards = [[int(chunk) for chunk in shard] for shard in found]
     except (TypeError, ValueError):
@@ -177,8 +152,10 @@ def _owners(grader: Grader, found: Any) -> list[int]:
     if len(shards) != RANKS:
         fact = f"it should return a list of {RANKS} lists of numbers of chunks"
         grader.fail(fact, hint="other lists")
-    dealt = sorted(chunk for shard in shards for chunk in shard)
-    wrong = sorted({c for c in [*dealt, *range(CHUNKS)] if dealt.count(c) != (0 <= c < CHUNKS)})
+    assigned = sorted(chunk for shard in shards for chunk in shard)
+    wrong = sorted(
+        {c for c in [*assigned, *range(CHUNKS)] if assigned.count(c) != (0 <= c < CHUNKS)}
+    )
     if wrong:
         fact = f"not exactly once: {', '.join(map(str, wrong[:8]))}"
         grader.fail("each chunk belongs to one rank", fact, hint="not each once")

@@ -11,28 +11,32 @@ from threading import Timer
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
 
 from ddp_kit import compare, device
 from ddp_kit.lessons._gpt import Config, batches, make_gpt
 from ddp_kit.lessons._launch import Ranks, lesson_main, prove
 from ddp_kit.lessons.ring_allreduce import neighbours
-from ddp_kit.lessons.zero import ADAM, SGD, train_alone
+from ddp_kit.lessons.zero import ADAM, copies, train_alone
 from ddp_kit.trace.bytes_sent import bytes_sent
 
-WIDTH = 8  # of a head, and of a token that goes to an expert
+WIDTH = 8  # of a head
 
 
-def example(length, heads):
-    """Return a query, key, value, and a gradient of the output, the same in every process."""
+def example(length, heads, groups=None):
+    """Return a query, key, value, and a gradient of the output, the same in every process.
+
+    groups: how many heads keys and values have; None: as many as the query.
+    """
     generator = torch.Generator().manual_seed(0)
-    return list(torch.randn(4, 2, heads, length, WIDTH, generator=generator).to(device()))
+    whole = torch.randn(4, 2, heads, length, WIDTH, generator=generator).to(device())
+    return [whole[0], whole[1, :, :groups], whole[2, :, :groups], whole[3]]
 
 
 def attend_alone(world_size, causal, length):
     """Return PyTorch's attention in this process, and the gradients of query, key and value."""
-    *inputs, gradient = example(length, 2 * world_size)
-    output = F.scaled_dot_product_attention(*(x.requires_grad_() for x in inputs), is_causal=causal)
+    *inputs, gradient = (x.clone() for x in example(length, 2 * world_size, world_size))
+    how = {"is_causal": causal, "enable_gqa": True}
+    output = F.scaled_dot_product_attention(*(x.requires_grad_() for x in inputs), **how)
     output.backward(gradient)
     return [output.detach(), *(x.grad for x in inputs)]
 
@@ -80,20 +84,28 @@ def slow_exchange(going, coming):
     return [dist.irecv(coming, left), message]
 
 
-def check_tokens(shards, causal):
-    """Raise ValueError if a causal mask meets tokens that are not in order."""
+def waited_for(going, coming):
+    """Exchange as `slow_exchange` does, and leave nothing to wait for."""
+    wait_for(slow_exchange(going, coming))
+    return []
+
+
+def check_ulysses(query, shards, causal):
+    """Raise ValueError if the ranks cannot share the heads, or a mask meets tokens out of order."""
     order = [place for shard in shards for chunk in shard for place in chunk]
     if causal and order != sorted(order):
         raise ValueError("causal attention by Ulysses needs the tokens in order: use in_order")
+    if query.shape[1] % len(shards):
+        raise ValueError(f"{len(shards)} ranks cannot share {query.shape[1]} heads evenly")
 
 
-def pairs_of(rank, world_size, deal, attend_forward, length):
+def pairs_of(rank, world_size, layout, attend_forward, length):
     """Return what this rank computes in a causal ring, in order.
 
     Each entry has a step, the positions of the queries and the keys, and how many pairs of them
     have a score.
     """
-    shards, done = deal(length, world_size), []
+    shards, done = layout(length, world_size), []
     shard = [list(slices(each)) for each in shards]
 
     def note(owner, rows, columns, pairs):
@@ -107,20 +119,20 @@ def pairs_of(rank, world_size, deal, attend_forward, length):
     return done
 
 
-def ring_bytes(n, batch, length, width):
-    """Return the bytes that a rank sends in a forward and a backward, on average.
+def ring_bytes(n, batch, length, width, kv_width):
+    """Return the bytes that a rank sends in a forward and in a backward, on average, in float32.
 
-    width: of all heads. Forward: n-1 of n blocks of keys and values. Backward: the same, and n
+    Widths are of all heads. Forward: n-1 of n blocks of keys and values. Backward: the same, and n
     blocks of gradients.
     """
-    whole = 2 * batch * length * width * 4
+    whole = 2 * batch * length * kv_width * 4
     forward = (n - 1) / n * whole
     return forward, forward + (whole if n > 1 else 0)
 
 
-def ulysses_bytes(n, batch, length, width):
+def ulysses_bytes(n, batch, length, width, kv_width):
     """Return what `ring_bytes` does for Ulysses: four all_to_alls, there and back."""
-    forward = 4 * (n - 1) / n**2 * batch * length * width * 4
+    forward = 2 * (n - 1) / n**2 * batch * length * (width + kv_width) * 4
     return forward, forward
 
 
@@ -129,11 +141,11 @@ def sent(trace):
     return sum(map(bytes_sent, trace)) / trace.world_size
 
 
-def watch_memory(rank, world_size, deal, attend, length):
+def watch_memory(rank, world_size, layout, attend, length):
     """Return the bytes that this rank keeps for the backward of one sequence, by kind."""
     model, kinds = make_gpt(Config(context=length)), {"attention": 0, "other layers": 0}
     seen = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    shards = deal(length, world_size)
+    shards = layout(length, world_size)
     own = lesson.places(shards[rank]).to(device())
 
     def keeping(kind):
@@ -156,66 +168,18 @@ def watch_memory(rank, world_size, deal, attend, length):
     return kinds
 
 
-def make_experts(n, skew=0.0):
-    """Return a router and n experts, the same in every process.
-
-    skew: is added to the router's scores of expert 0.
-    """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        router = nn.Linear(WIDTH, n)
-        experts = [
-            nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
-            for _ in range(n)
-        ]
-    router.bias.data[0] += skew
-    return router.to(device()), [expert.to(device()) for expert in experts]
-
-
-def some_tokens(count):
-    """Return tokens of shape (count, WIDTH), and a gradient of what becomes of them."""
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(2, count, WIDTH, generator=generator).to(device())
-
-
-def use_experts(rank, world_size, count, skew):
-    """Send this rank's part of the tokens through the experts, forward and backward.
-
-    Returns values and gradients, and in "received" how many tokens came from each rank.
-    """
-    router, experts = make_experts(world_size, skew)
-    own = lesson.cut(count, world_size)[rank]
-    tokens, gradient = (x[own.start : own.stop] for x in some_tokens(count))
-    output = lesson.Experts(router, experts[rank])(tokens.requires_grad_())
-    output.backward(gradient)
-    for summand in _gradients(router):
-        dist.all_reduce(summand)
-    found = _values_and_gradients(output, tokens.grad, router, experts[rank])
-    return found | {"received": lesson.counts_of(lesson.route(router, tokens)[1])[1]}
-
-
-def use_experts_alone(n, count, skew):
-    """Return what each rank should, without "received", from one process with all experts."""
-    router, experts = make_experts(n, skew)
-    tokens, gradient = some_tokens(count)
-    weight, choice = lesson.route(router, tokens.requires_grad_())
-    outputs = torch.stack([expert(tokens) for expert in experts])
-    output = weight[:, None] * outputs[choice, torch.arange(count, device=choice.device)]
-    output.backward(gradient)
-    rows = [slice(own.start, own.stop) for own in lesson.cut(count, n)]
-    return [
-        _values_and_gradients(output[own], tokens.grad[own], router, expert)
-        for own, expert in zip(rows, experts, strict=True)
-    ]
-
-
-def _values_and_gradients(output, d_tokens, router, expert):
-    parameters = {"router": _gradients(router), "expert": _gradients(expert)}
-    return {"output": output.detach(), "tokens": d_tokens, **parameters}
-
-
-def _gradients(module):
-    return [parameter.grad for parameter in module.parameters()]
+def learn(model, loss_of_part, batches):
+    """Train on the parts of the batches, and return "losses" and "parameters"."""
+    optimizer, losses = ADAM(model.parameters()), []
+    for batch in batches:
+        optimizer.zero_grad()
+        loss = loss_of_part(model, batch)
+        loss.backward()
+        for part in (loss.detach(), *(parameter.grad for parameter in model.parameters())):
+            dist.all_reduce(part)
+        optimizer.step()
+        losses.append(loss.item())
+    return {"losses": losses, "parameters": copies(model)}
 
 
 @lesson_main("context_parallel")
@@ -223,37 +187,32 @@ def main(ranks: Ranks) -> str:
     """Compare everything with one process, count pairs and bytes, and print one line."""
     n = ranks.world_size
     _prove_attention(ranks)
-    for skew in (0.0, 100.0):
-        found = list(ranks(use_experts, 16 * n + 1, skew))
-        for each in found:
-            each.pop("received")
-        alone = use_experts_alone(n, 16 * n + 1, skew)
-        prove(f"experts equal one process, skew {skew}", compare(found, alone))
-    for optimizer_cls in (SGD, ADAM):
-        alone = train_alone(optimizer_cls)
-        for way in lesson.DEALS:
-            if way != "Ulysses" or Config().heads % n == 0:
-                found = list(ranks(lesson.train, way, optimizer_cls))
-                prove(f"{way} trains as one process does", compare(found, alone))
-    return "ring, Ulysses and experts equal one process"
+    alone = train_alone(ADAM, 2, 1, config=Config(context=256))
+    for way in lesson.LAYOUTS:
+        if way != "Ulysses" or Config().heads % n == 0:
+            found = list(ranks(lesson.train, way, 256, 2))
+            prove(f"{way} trains as one process does", compare(found, alone))
+    return "ring and Ulysses attend and train as one process does"
 
 
 def _prove_attention(ranks: Ranks):
     """Check that all ways have the values, gradients, bytes and pairs that they should."""
     n = ranks.world_size
     length = 6 * n + 1  # uneven
-    ways = {way: (deal, lesson.ring_attention, ring_bytes) for way, deal in lesson.DEALS.items()}
+    ways = {
+        way: (layout, lesson.ring_attention, ring_bytes) for way, layout in lesson.LAYOUTS.items()
+    }
     ways["Ulysses"] = lesson.in_order, lesson.ulysses, ulysses_bytes
-    for way, (deal, attend, formula) in ways.items():
+    for way, (layout, attend, formula) in ways.items():
         for causal in (True, False):
-            result = ranks(lesson.rows_of, deal, attend, causal, length)
-            whole = [put_together(parts, deal(length, n)) for parts in zip(*result, strict=True)]
+            result = ranks(lesson.rows_of, layout, attend, causal, length)
+            whole = [put_together(parts, layout(length, n)) for parts in zip(*result, strict=True)]
             expected = [x.cpu() for x in attend_alone(n, causal, length)]
             prove(f"{way} attends as one process does", compare(whole, expected))
-            counted = sum(formula(n, 2, length, 2 * n * WIDTH))
+            counted = sum(formula(n, 2, length, 2 * n * WIDTH, n * WIDTH))
             prove(f"{way} sends {counted:,.0f} bytes", compare(sent(result.trace), counted))
     for way, expected in ("ring", list(range(4, 4 * n + 1, 4))), ("zig-zag", [2 * n + 1] * n):
-        done = ranks(pairs_of, lesson.DEALS[way], lesson.attend_forward, 2 * n)
+        done = ranks(pairs_of, lesson.LAYOUTS[way], lesson.attend_forward, 2 * n)
         found = [sum(pairs for *_, pairs in each) for each in done]
         prove(f"the ranks compute {expected} pairs", found == expected)
 

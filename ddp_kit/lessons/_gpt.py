@@ -1,4 +1,4 @@
-"""A small GPT and the text it learns: the model that lessons 15 to 18 and 20 train in parallel.
+"""A small GPT and the text it learns: the model that lessons 15 to 20 train in parallel.
 
 Tokens are the bytes of the text, all below 128, so that nothing has to be learnt before training
 and a vocabulary of 128 divides among 2, 4 or 8 ranks. Source of the model: Radford et al.,

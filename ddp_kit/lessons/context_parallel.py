@@ -1,5 +1,5 @@
-# Made from notebooks/18_context_parallel.ipynb by `make editions`: edit that, not this. 248d9aa5ebbb
-"""Context parallelism, and experts."""
+# Made from notebooks/18_context_parallel.ipynb by `make editions`: edit that, not this. 1e6a42d2e68d
+"""Context parallelism: one sequence on many ranks."""
 
 import math
 from functools import partial
@@ -8,17 +8,16 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
 
 import ddp_kit as kit
 from ddp_kit.lessons._context_parallel import (
     WIDTH,
     all_scores,
     attend_alone,
-    check_tokens,
+    check_ulysses,
     example,
+    learn,
     main,
-    make_experts,
     pairs_of,
     put_together,
     ring_bytes,
@@ -26,17 +25,14 @@ from ddp_kit.lessons._context_parallel import (
     sent,
     slices,
     slow_exchange,
-    some_tokens,
     ulysses_bytes,
-    use_experts,
-    use_experts_alone,
     wait_for,
+    waited_for,
     watch_memory,
 )
 from ddp_kit.lessons._gpt import Config, batches, make_gpt
 from ddp_kit.lessons._launch import run_as_script
 from ddp_kit.lessons.ring_allreduce import neighbours
-from ddp_kit.lessons.zero import BATCH, SGD, copies
 
 
 def brief(comparison):
@@ -65,19 +61,14 @@ class OnlineSoftmax:
         return self.maximum + self.total.log()
 
 
+def repeat(key, query):
+    return key.repeat_interleave(query.shape[1] // key.shape[1], 1)
+
+
 def scores(query, key, masked):
-    products = query @ key.transpose(-2, -1) / math.sqrt(query.shape[-1])
-    if masked:
-        later = torch.ones_like(products, dtype=torch.bool).triu(1)
-        products = products.masked_fill(later, -math.inf)
-    return products
-
-
-def attend_in_blocks(query, key, value, size):
-    softmax = OnlineSoftmax(query)
-    for keys, values in zip(key.split(size, 2), value.split(size, 2), strict=True):
-        softmax.add(scores(query, keys, masked=False), values)
-    return softmax.output()
+    products = query @ key.mT / math.sqrt(query.shape[-1])
+    later = torch.ones_like(products, dtype=torch.bool).triu(1)
+    return products.masked_fill(later, -math.inf) if masked else products
 
 
 def cut(length, parts):
@@ -96,11 +87,13 @@ def places(shard):
 
 
 def start_exchange(going, coming):
-    if dist.get_world_size() == 1:
+    left, right = neighbours()
+    if left == right == dist.get_rank():
         coming.copy_(going)
         return []
-    left, right = neighbours()
-    return [dist.isend(going, right), dist.irecv(coming, left)]
+    return dist.batch_isend_irecv(
+        [dist.P2POp(dist.isend, going, right), dist.P2POp(dist.irecv, coming, left)]
+    )
 
 
 def travel(block, shards, start=start_exchange):
@@ -125,7 +118,8 @@ def needed(queries, keys, causal):
 
 def attend_forward(query, key, value, shards, causal, note=lambda *_: None):
     mine, softmax = shards[dist.get_rank()], OnlineSoftmax(query)
-    for owner, (keys, values) in travel(torch.stack([key, value]), shards):
+    for owner, block in travel(torch.stack([key, value]), shards):
+        keys, values = (repeat(each, query) for each in block)
         for rows, columns, masked in needed(mine, shards[owner], causal):
             block = scores(query[..., rows, :], keys[..., columns, :], masked)
             softmax.add(block, values[..., columns, :], rows)
@@ -133,36 +127,48 @@ def attend_forward(query, key, value, shards, causal, note=lambda *_: None):
     return softmax.output(), softmax.logsumexp()
 
 
+def rows_of(rank, world_size, layout, attend, causal, length, backward=True):
+    shards = layout(length, world_size)
+    own = places(shards[rank]).to(kit.device())
+    *inputs, gradient = (x[:, :, own] for x in example(length, 2 * world_size, world_size))
+    output = attend(*(x.requires_grad_() for x in inputs), shards, causal)
+    if backward:
+        output.backward(gradient)
+    return [output.detach(), *(x.grad for x in inputs)]
+
+
+def ring_forward(*inputs):
+    return attend_forward(*inputs)[0]
+
+
 class BlockGradients:
     def __init__(self, query, output, logsumexp, gradient):
-        self.query, self.logsumexp, self.gradient = query, logsumexp, gradient
-        self.dot = (gradient * output).sum(-1, keepdim=True)
+        dot = (gradient * output).sum(-1, keepdim=True)
         self.d_query = torch.zeros_like(query)
+        self.kept = query, logsumexp, gradient, dot, self.d_query
 
     def add(self, block, d_block, rows, columns, masked):
-        kept = self.query, self.logsumexp, self.gradient, self.dot, self.d_query
-        query, logsumexp, gradient, dot, d_query = (each[..., rows, :] for each in kept)
-        (key, value), (d_key, d_value) = (block[..., columns, :], d_block[..., columns, :])
+        query, logsumexp, gradient, dot, d_query = (each[..., rows, :] for each in self.kept)
+        key, value = (repeat(each[..., columns, :], query) for each in block)
         weights = torch.exp(scores(query, key, masked) - logsumexp)
-        d_value += weights.transpose(-2, -1) @ gradient
-        d_scores = weights * (gradient @ value.transpose(-2, -1) - dot)
-        d_scores /= math.sqrt(query.shape[-1])
+        d_scores = weights * (gradient @ value.mT - dot) / math.sqrt(query.shape[-1])
         d_query += d_scores @ key
-        d_key += d_scores.transpose(-2, -1) @ query
+        for whole, part in zip(d_block, (d_scores.mT @ query, weights.mT @ gradient), strict=True):
+            whole[..., columns, :] += part.unflatten(1, (whole.shape[1], -1)).sum(2)
 
 
 def attend_backward(block, gradients, shards, causal):
     rank, n = dist.get_rank(), dist.get_world_size()
     works, arriving = [], None
-    for owner, visitor in travel(block, shards):
-        d_visitor = torch.zeros_like(visitor)
+    for owner, held in travel(block, shards):
+        d_held = torch.zeros_like(held)
         for rows, columns, masked in needed(shards[rank], shards[owner], causal):
-            gradients.add(visitor, d_visitor, rows, columns, masked)
+            gradients.add(held, d_held, rows, columns, masked)
         wait_for(works)
         if arriving is not None:
-            d_visitor += arriving
+            d_held += arriving
         arriving = room_for(block, shards[(owner - 1) % n])
-        d_sent = d_visitor  # must live until it has arrived
+        d_sent = d_held  # must live until it has arrived
         works = start_exchange(d_sent, arriving)
     wait_for(works)
     return arriving
@@ -189,25 +195,12 @@ def ring_attention(query, key, value, shards, causal=True):
     return RingAttention.apply(query, key, value, shards, causal)
 
 
-def rows_of(rank, world_size, deal, attend, causal, length, backward=True):
-    shards = deal(length, world_size)
-    own = places(shards[rank]).to(kit.device())
-    *inputs, gradient = (x[:, :, own] for x in example(length, 2 * world_size))
-    output = attend(*(x.requires_grad_() for x in inputs), shards, causal)
-    if backward:
-        output.backward(gradient)
-    return [output.detach(), *(x.grad for x in inputs)]
-
-
-def check(deal, attend, length=19):
-    def both(rank, world_size):
-        return [rows_of(rank, world_size, deal, attend, causal, length) for causal in (True, False)]
-
-    for n in (3, 4):
-        for causal, parts in zip((True, False), zip(*kit.run(both, world_size=n))):
-            whole = [put_together(rows, deal(length, n)) for rows in zip(*parts)]
-            expected = [x.cpu() for x in attend_alone(n, causal, length)]
-            print(f"{n} ranks, causal {causal!s:5}:", brief(kit.compare(whole, expected)))
+def check(layout, attend, length=19):
+    for n, causal in ((3, True), (3, False), (4, True), (4, False)):
+        parts = kit.run(rows_of, layout, attend, causal, length, world_size=n)
+        whole = [put_together(rows, layout(length, n)) for rows in zip(*parts)]
+        expected = [x.cpu() for x in attend_alone(n, causal, length)]
+        print(f"{n} ranks, causal {causal!s:5}:", brief(kit.compare(whole, expected)))
 
 
 def zig_zag(length, n):
@@ -222,24 +215,25 @@ def attend_gathered(query, key, value, shards, causal):
     keys, values = torch.cat(blocks, -2)
     positions = [places(shard).to(query.device) for shard in shards]
     seen = torch.cat(positions) <= positions[dist.get_rank()][:, None] if causal else None
-    return F.scaled_dot_product_attention(query, keys, values, attn_mask=seen)
+    return F.scaled_dot_product_attention(query, keys, values, attn_mask=seen, enable_gqa=True)
 
 
-def exchange_rows(rows, going, coming):
+def exchange_rows(rows, going, coming, group=None):
     arrived = rows.new_empty(sum(coming), *rows.shape[1:])
-    dist.all_to_all_single(arrived, rows.contiguous(), coming, going)
+    dist.all_to_all_single(arrived, rows.contiguous(), coming, going, group=group)
     return arrived
 
 
 class AllToAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rows, going, coming):
-        ctx.going, ctx.coming = going, coming
-        return exchange_rows(rows, going, coming)
+    def forward(ctx, rows, going, coming, group=None):
+        ctx.splits, ctx.group = (going, coming), group
+        return exchange_rows(rows, going, coming, group)
 
     @staticmethod
     def backward(ctx, gradient):
-        return exchange_rows(gradient, ctx.coming, ctx.going), None, None
+        going, coming = ctx.splits
+        return exchange_rows(gradient, coming, going, ctx.group), None, None, None
 
 
 def to_heads(x, lengths):
@@ -255,20 +249,14 @@ def to_sequence(x, lengths):
 
 
 def ulysses(query, key, value, shards, causal=True):
-    heads, n = query.shape[1], dist.get_world_size()
+    check_ulysses(query, shards, causal)
     lengths = [len(places(shard)) for shard in shards]
-    check_tokens(shards, causal)
-    if heads % n:
-        raise ValueError(f"{n} ranks cannot share {heads} heads evenly")
     whole = [to_heads(x, lengths) for x in (query, key, value)]
-    return to_sequence(F.scaled_dot_product_attention(*whole, is_causal=causal), lengths)
+    output = F.scaled_dot_product_attention(*whole, is_causal=causal, enable_gqa=True)
+    return to_sequence(output, lengths)
 
 
-DEALS = {"ring": in_order, "zig-zag": zig_zag, "Ulysses": in_order}
-
-
-def attention(way, shards):
-    return partial(ulysses if way == "Ulysses" else ring_attention, shards=shards)
+LAYOUTS = {"ring": in_order, "zig-zag": zig_zag, "Ulysses": in_order}
 
 
 def spread(model, attend):
@@ -282,47 +270,12 @@ def loss_of_part(model, batch, own):
     return F.cross_entropy(logits, targets.flatten(), reduction="sum") / batch[0].numel()
 
 
-def train(rank, world_size, way="zig-zag", optimizer_cls=SGD, steps=3):
-    model = make_gpt()
-    shards = DEALS[way](Config().context, world_size)
+def train(rank, world_size, way="zig-zag", context=2048, steps=3):
+    model = make_gpt(Config(context=context))
+    shards = LAYOUTS[way](context, world_size)
+    spread(model, partial(ulysses if way == "Ulysses" else ring_attention, shards=shards))
     own = places(shards[rank]).to(kit.device())
-    spread(model, attention(way, shards))
-    optimizer, losses = optimizer_cls(model.parameters()), []
-    for batch in batches(BATCH, steps):
-        optimizer.zero_grad()
-        loss = loss_of_part(model, batch, own)
-        loss.backward()
-        for summand in (loss.detach(), *(p.grad for p in model.parameters())):
-            dist.all_reduce(summand)
-        optimizer.step()
-        losses.append(loss.item())
-    return {"losses": losses, "parameters": copies(model)}
-
-
-def route(router, tokens):
-    weight, choice = torch.softmax(router(tokens), -1).max(-1)
-    return weight, choice
-
-
-def counts_of(choice):
-    going = torch.bincount(choice, minlength=dist.get_world_size())
-    coming = torch.empty_like(going)
-    dist.all_to_all_single(coming, going)
-    return going.tolist(), coming.tolist()
-
-
-class Experts(nn.Module):
-    def __init__(self, router, expert):
-        super().__init__()
-        self.router, self.expert = router, expert
-
-    def forward(self, tokens):
-        weight, choice = route(self.router, tokens)
-        order = choice.argsort(stable=True)
-        going, coming = counts_of(choice)
-        arrived = AllToAll.apply(tokens[order], going, coming)
-        back = AllToAll.apply(self.expert(arrived), coming, going)
-        return weight[:, None] * back[order.argsort()]
+    return learn(model, partial(loss_of_part, own=own), batches(1, steps, context))
 
 
 if __name__ == "__main__":

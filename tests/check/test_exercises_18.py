@@ -10,7 +10,6 @@ from answers import assert_mistake, mistake
 import ddp_kit as kit
 from ddp_kit.check.compared import defined
 from ddp_kit.check.hints import solutions
-from ddp_kit.lessons.context_parallel import exchange_rows
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 
@@ -20,69 +19,34 @@ def test_a_mask_of_numbers(rank, step, n, chunk):
     return torch.zeros(chunk, chunk)
 
 
-@mistake("18.3", "otherwise", "exercise 18.3, bring_home(parts) on 2 ranks: wrong result")
-def test_a_sum_of_the_own_parts(parts):
-    return sum(parts)
+@mistake("18.3", "otherwise", "exercise 18.3, gathered_backward(gradient) on 2 ranks: wrong")
+def test_the_tokens_of_another_rank(gradient):
+    parts = [part.contiguous() for part in gradient.chunk(dist.get_world_size(), 2)][::-1]
+    own = torch.empty_like(parts[0])
+    dist.reduce_scatter(own, parts)
+    return own
 
 
-@mistake("18.3", "unmatched", "exercise 18.3, bring_home(parts) on 2 ranks: it deadlocks")
-def test_gradients_that_are_received_before_they_are_sent(parts):
-    rank, n = dist.get_rank(), dist.get_world_size()
-    arriving = torch.empty_like(parts[rank])
-    dist.recv(arriving, (rank - 1) % n)
-    dist.send(parts[rank], (rank + 1) % n)
-    return arriving
-
-
-@mistake("18.3", "collective", "on 2 ranks: all_reduce was called\n")
-def test_gradients_that_an_all_reduce_sums(parts):
-    total = torch.stack(parts)
-    dist.all_reduce(total)
-    return total[dist.get_rank()]
-
-
-def experts(counts, back):
-    """Return an answer to 18.4. counts: whether they are exchanged. back: the lists for the way."""
-
-    def through_experts(tokens, choice, expert):
-        order = choice.argsort(stable=True)
-        going = torch.bincount(choice, minlength=dist.get_world_size())
-        coming = torch.zeros_like(going)
-        if counts:
-            dist.all_to_all_single(coming, going)
-        else:
-            coming = going  # a rank takes for granted that as many come as go
-        going, coming = going.tolist(), coming.tolist()
-        arrived = exchange_rows(tokens[order], going, coming)
-        return exchange_rows(expert(arrived), *back(going, coming))[order.argsort()]
-
-    return through_experts
-
-
-@pytest.mark.parametrize(
-    ("name", "answer"),
-    [
-        ("wrong counts", experts(True, lambda going, coming: (going, coming))),
-        ("wrong counts", experts(False, lambda going, coming: (coming, going))),
-        ("otherwise", lambda tokens, choice, expert: expert(tokens)),
-    ],
+@mistake(
+    "18.3", "too many bytes", "exercise 18.3, gathered_backward(gradient) on 2 ranks: right, but"
 )
-def test_tokens(name, answer):
-    start = "exercise 18.4, through_experts(tokens, choice, expert) on "
-    assert_mistake(kit.check.exercise_18_4, answer, name, start)
+def test_a_gradient_that_an_all_reduce_sums(gradient):
+    gradient = gradient.clone()
+    dist.all_reduce(gradient)
+    return gradient.chunk(dist.get_world_size(), 2)[dist.get_rank()]
 
 
 def by_rank(rank_of):
-    """Return an answer to 18.12 that puts chunk i on rank_of(i)."""
+    """Return an answer to 18.10 that puts chunk i on rank_of(i)."""
     return lambda: [[i for i in range(32) if rank_of(i) == rank] for rank in range(8)]
 
 
-def test_each_goal_of_a_deal_is_worth_a_point(capsys):
-    check = kit.check.exercise_18_12
+def test_each_goal_of_an_assignment_is_worth_a_point(capsys):
+    check = kit.check.exercise_18_10
     credit = check(by_rank(lambda i: i % 8))
-    assert "Exercise 18.12: ★☆☆ 54 units of time; the best" in capsys.readouterr().out
+    assert "Exercise 18.10: ★☆☆ 54 units of time; the best" in capsys.readouterr().out
     assert list(credit.parts.values()) == [True, False, False]
-    best = defined("18.12", solutions()["18.12"]["program"], "deal")
+    best = defined("18.10", solutions()["18.10"]["program"], "assign")
     assert kit.check.credit(check, best) == 1
     assert kit.check.credit(check, by_rank(lambda i: i // 4)) == 0
 
@@ -95,10 +59,10 @@ def test_each_goal_of_a_deal_is_worth_a_point(capsys):
         (lambda i: min(i // 2, 7), "too many chunks", "rank 0 has 2"),
     ],
 )
-def test_a_deal(rank_of, name, fact):
-    assert_mistake(kit.check.exercise_18_12, by_rank(rank_of), name, fact)
+def test_an_assignment(rank_of, name, fact):
+    assert_mistake(kit.check.exercise_18_10, by_rank(rank_of), name, fact)
 
 
-@mistake("18.12", "other lists", "it should return a list of 8 lists")
-def test_a_number_for_a_deal():
+@mistake("18.10", "other lists", "it should return a list of 8 lists")
+def test_a_number_for_an_assignment():
     return 7

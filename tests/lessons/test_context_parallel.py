@@ -1,4 +1,4 @@
-"""Attention to one sequence on several ranks, and experts: values, gradients, work, bytes."""
+"""Attention to one sequence on several ranks: values, gradients, work, bytes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import ddp_kit as kit
 from ddp_kit.lessons import context_parallel as cp
-from ddp_kit.lessons.zero import SGD
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 
@@ -32,23 +31,13 @@ def test_an_online_softmax_is_worked_out_by_hand():
     assert softmax.logsumexp().item() == pytest.approx(math.log(6))
 
 
-@pytest.mark.parametrize("size", [1, 3, 7, 20])
-def test_attention_in_blocks_is_attention_and_does_not_overflow(size):
-    query, key, value, _ = (x.double() for x in cp.example(20, 3))
-    for scale in (1, 1000):  # exp of such scores is infinite
-        blocks = cp.attend_in_blocks(scale * query, key, value, size)
-        whole = F.scaled_dot_product_attention(scale * query, key, value)
-        assert torch.isfinite(blocks).all()
-        kit.compare(blocks, whole).check()
-
-
-def test_a_sequence_is_dealt_out_in_order_and_in_zigzags():
+def test_a_sequence_is_cut_in_order_and_in_zigzags():
     assert cp.in_order(10, 4) == [[range(0, 2)], [range(2, 5)], [range(5, 7)], [range(7, 10)]]
     assert cp.zig_zag(9, 2) == [[range(0, 2), range(6, 9)], [range(2, 4), range(4, 6)]]
     assert cp.places(cp.zig_zag(9, 2)[0]).tolist() == [0, 1, 6, 7, 8]
-    for deal, most in (cp.in_order, 3), (cp.zig_zag, 6):
+    for layout, most in (cp.in_order, 3), (cp.zig_zag, 6):
         with pytest.raises(ValueError, match=f"of {most - 1} tokens cannot be cut into {most}"):
-            deal(most - 1, 3)
+            layout(most - 1, 3)
 
 
 def test_a_pair_of_chunks_is_whole_masked_or_left_out():
@@ -65,8 +54,8 @@ def test_a_pair_of_chunks_is_whole_masked_or_left_out():
 def test_values_and_gradients_are_those_of_one_process(world_size):
     ring, ulysses = cp.ring_attention, cp.ulysses
     cases = [
-        (deal, attend, causal, length)
-        for deal, attend in ((cp.in_order, ring), (cp.zig_zag, ring), (cp.in_order, ulysses))
+        (layout, attend, causal, length)
+        for layout, attend in ((cp.in_order, ring), (cp.zig_zag, ring), (cp.in_order, ulysses))
         for causal in (True, False)
         for length in (2 * world_size, 4 * world_size + 3)
     ]
@@ -75,8 +64,8 @@ def test_values_and_gradients_are_those_of_one_process(world_size):
         return [cp.rows_of(rank, world_size, *case) for case in cases]
 
     parts = list(kit.run(worker, world_size=world_size))
-    for number, (deal, _, causal, length) in enumerate(cases):
-        shards = deal(length, world_size)
+    for number, (layout, _, causal, length) in enumerate(cases):
+        shards = layout(length, world_size)
         found = [
             cp.put_together(rows, shards)
             for rows in zip(*(each[number] for each in parts), strict=True)
@@ -87,24 +76,25 @@ def test_values_and_gradients_are_those_of_one_process(world_size):
 
 
 def test_gathered_keys_give_the_attention_of_one_process():
-    def worker(rank, world_size, deal, causal):
-        shards = deal(24, world_size)
+    def worker(rank, world_size, layout, causal):
+        shards = layout(24, world_size)
         own = cp.places(shards[rank])
-        query, key, value, _ = (x[:, :, own] for x in cp.example(24, 2))
+        query, key, value, _ = (x[:, :, own] for x in cp.example(24, 2, 1))
         return cp.attend_gathered(query, key, value, shards, causal)
 
-    for deal in (cp.in_order, cp.zig_zag):
+    for layout in (cp.in_order, cp.zig_zag):
         for causal in (True, False):
-            found = kit.run(worker, deal, causal, world_size=3)
-            query, key, value, _ = cp.example(24, 2)
-            whole = F.scaled_dot_product_attention(query, key, value, is_causal=causal)
-            kit.compare(cp.put_together(found, deal(24, 3)), whole).check()
+            found = kit.run(worker, layout, causal, world_size=3)
+            query, key, value, _ = cp.example(24, 2, 1)
+            how = {"is_causal": causal, "enable_gqa": True}
+            whole = F.scaled_dot_product_attention(query, key, value, **how)
+            kit.compare(cp.put_together(found, layout(24, 3)), whole).check()
 
 
 def test_pairs_are_worked_out_by_hand():
     in_order, zigzag = (
-        list(kit.run(cp.pairs_of, deal, cp.attend_forward, 8, world_size=2))
-        for deal in (cp.in_order, cp.zig_zag)
+        list(kit.run(cp.pairs_of, layout, cp.attend_forward, 8, world_size=2))
+        for layout in (cp.in_order, cp.zig_zag)
     )
     first, second = range(0, 4), range(4, 8)
     assert in_order == [
@@ -120,10 +110,10 @@ def test_pairs_are_worked_out_by_hand():
 
 def test_bytes_are_worked_out_by_hand():
     whole = 2 * 3 * 8 * 5 * 4  # keys and values
-    assert cp.ring_bytes(4, 3, 8, 5) == (3 / 4 * whole, 7 / 4 * whole)
-    assert cp.ring_bytes(1, 3, 8, 5) == (0, 0)
-    # Queries, keys, values and outputs; a rank keeps a quarter of its quarter.
-    assert cp.ulysses_bytes(4, 3, 8, 5) == (2 * whole * 3 / 16, 2 * whole * 3 / 16)
+    assert cp.ring_bytes(4, 3, 8, 15, 5) == (3 / 4 * whole, 7 / 4 * whole)
+    assert cp.ring_bytes(1, 3, 8, 15, 5) == (0, 0)
+    # Keys, values, and queries and outputs three times as wide; a rank keeps one of 16 parts.
+    assert cp.ulysses_bytes(4, 3, 8, 15, 5) == (4 * whole * 3 / 16, 4 * whole * 3 / 16)
 
 
 def test_a_block_is_on_its_way_while_a_rank_computes():
@@ -133,7 +123,7 @@ def test_a_block_is_on_its_way_while_a_rank_computes():
             dist.barrier()  # in the place of computing
 
     own = [event for event in kit.run(worker, world_size=3).trace if event.rank == 1]
-    step = ["isend", "irecv", "barrier"]
+    step = ["batch_isend_irecv", "batch_isend_irecv", "barrier"]
     assert [event.op for event in own] == [*step, *step, "barrier"]
     for first in (0, 3):
         *exchange, computing = own[first : first + 3]
@@ -155,20 +145,7 @@ def test_blocks_that_travel_slowly_are_those_that_travel_fast():
 def test_ulysses_needs_heads_for_all_ranks():
     message = "ValueError: 3 ranks cannot share 4 heads evenly"
     with pytest.raises(kit.RankError, match=message):
-        kit.run(cp.train, "Ulysses", SGD, 1, world_size=3)
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-@pytest.mark.parametrize("skew", [0.0, 100.0])
-def test_experts_are_those_of_one_process_with_few_tokens_and_with_none(world_size, skew):
-    count = 5 * world_size + 2
-    found = list(kit.run(cp.use_experts, count, skew, world_size=world_size))
-    received = [each.pop("received") for each in found]
-    shares = [len(chunk) for chunk in cp.cut(count, world_size)]
-    assert [sum(given) for given in zip(*received, strict=True)] == shares
-    if skew:
-        assert received == [shares] + [[0] * world_size] * (world_size - 1)
-    kit.compare(found, cp.use_experts_alone(world_size, count, skew)).check()
+        kit.run(cp.train, "Ulysses", 64, 1, world_size=3)
 
 
 def test_the_gradient_of_all_to_all_is_that_of_pytorchs():
@@ -197,8 +174,8 @@ def test_the_gradient_of_all_to_all_is_that_of_pytorchs():
 
 
 def test_a_rank_keeps_its_share_of_the_activations_and_no_scores():
-    def kept(deal, attend, length, n):
-        result = kit.run(cp.watch_memory, deal, attend, length, world_size=n)
+    def kept(layout, attend, length, n):
+        result = kit.run(cp.watch_memory, layout, attend, length, world_size=n)
         return [rank["attention"] for rank in result]
 
     ring = cp.ring_attention
@@ -211,6 +188,15 @@ def test_a_rank_keeps_its_share_of_the_activations_and_no_scores():
     assert short - matrices * 64**2 > 0
     assert long > 4 * short
     assert long - short >= matrices * (256**2 - 64**2)
+
+
+def test_attention_in_blocks_does_not_overflow():
+    query, key, value, _ = (x.double() for x in cp.example(20, 6))
+    softmax = cp.OnlineSoftmax(query)
+    for keys, values in zip(key.split(7, 2), value.split(7, 2), strict=True):
+        softmax.add(cp.scores(1000 * query, keys, False), values)  # exp of such scores is infinite
+    whole = F.scaled_dot_product_attention(1000 * query, key, value)
+    kit.compare(softmax.output(), whole).check()
 
 
 def test_pytorchs_context_parallel_refuses_the_cpu():

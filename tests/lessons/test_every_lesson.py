@@ -43,7 +43,10 @@ PROOFS = {
     "device_mesh": (
         "device_mesh: {}, 9 changes of placement by hand equal DTensor's, and so do meshes\n"
     ),
-    "context_parallel": "context_parallel: {}, ring, Ulysses and experts equal one process\n",
+    "context_parallel": (
+        "context_parallel: {}, ring and Ulysses attend and train as one process does\n"
+    ),
+    "experts": "experts: {}, experts, with and without replicas, train as one process does\n",
     "which_one_when": (
         "which_one_when: {}, FSDP x TP sends as planned, and 3 ways train as one process does\n"
     ),
@@ -209,6 +212,11 @@ MISTAKES = [
         "by hand trains as one process does",
     ),
     ("_context_parallel.ring_bytes", lambda *sizes: (1, 1), "ring sends 2 bytes"),
+    (
+        "experts.average_gradients",
+        lambda model, mesh: None,
+        "1 replicas train as one process",
+    ),
     (
         "_which_one_when.bytes_along",
         lambda dp, tp: {"dp": 1.0, "tp": 1.0},

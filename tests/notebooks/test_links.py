@@ -61,6 +61,7 @@ SOURCES = {  # what lessons follow, and say so in their first cells
     "16_tensor_parallel": "https://arxiv.org/abs/1909.08053",
     "17_pipeline_parallel": "https://arxiv.org/abs/1811.06965",
     "18_context_parallel": "https://arxiv.org/abs/2310.01889",
+    "19_experts": "https://arxiv.org/abs/2006.16668",
     "20_which_one_when": "https://arxiv.org/abs/2104.04473",
     "21_your_own_backend": f"{TUTORIALS}/intermediate/process_group_cpp_extension_tutorial.html",
 }
