@@ -1,4 +1,4 @@
-# Made from notebooks/13_one_rank_first.ipynb by `make editions`: edit that, not this. 73844b837958
+# Made from notebooks/13_one_rank_first.ipynb by `make editions`: edit that, not this. 00798df00c1d
 """One rank first: what a step costs before it is shared."""
 
 import weakref
@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import ddp_kit as kit
 from ddp_kit import model as formulas
-from ddp_kit.lessons._gpt import Config, batches, loss_of, make_gpt
+from ddp_kit.lessons._gpt import Config, loss_of, make_gpt
 from ddp_kit.lessons._launch import run_as_script
 from ddp_kit.lessons._one_rank_first import count_step, main
 
@@ -122,31 +122,6 @@ def layer_keeps(tokens, width, heads, size=4):
     attention = width + 4 * width + heads
     mlp = width + 4 * width + 4 * width
     return tokens * (norms + attention + mlp) * size
-
-
-def watch_step(rank, world_size, sequences=6):
-    model, moments, kept = make_gpt(), {}, Kept()
-    optimizer = torch.optim.Adam(model.parameters())
-
-    def note(moment):
-        states = [s for state in optimizer.state.values() for s in state.values() if s.ndim]
-        held = {
-            "parameters": model.parameters(),
-            "optimizer states": states,
-            "gradients": [p.grad for p in model.parameters() if p.grad is not None],
-        }
-        moments[moment] = {kind: sum(t.nbytes for t in held[kind]) for kind in held}
-        moments[moment]["activations"] = kept.nbytes
-
-    for step, batch in zip(("step 1", "step 2"), batches(sequences, 2)):
-        with (kept := Kept()):
-            loss = loss_of(model, *batch)
-        note(f"{step}: after forward")
-        loss.backward()
-        note(f"{step}: after backward")
-        optimizer.step()
-        optimizer.zero_grad()
-    return moments
 
 
 def kept_by(model, batch, enabled=False):
