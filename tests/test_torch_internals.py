@@ -84,7 +84,7 @@ ELSEWHERE = {  # other undocumented names
     ("check/project_2.py", "torch.utils._python_dispatch"),
     ("lessons/one_rank_first.py", "_python_dispatch"),
     ("lessons/one_rank_first.py", "torch.utils._python_dispatch"),
-    # Lesson 13 uses both as torchtitan does; they have no page.
+    # Lesson 13 wraps modules as torchtitan does, and counts FLOPs; neither module has a page.
     ("lessons/one_rank_first.py", "_checkpoint"),
     (
         "lessons/one_rank_first.py",

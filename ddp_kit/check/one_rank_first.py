@@ -110,7 +110,9 @@ def _train_step(rank: int, world_size: int, train_step: Callable) -> dict:
             loss, norm = train_step(model, optimizer, tokens, tokens.roll(1, 1), 4, max_norm)
         if factor == 1:
             found |= {f"the loss of step {step}": loss, f"the norm of step {step}": norm}
-        found[f"the parameters after step {step}"] = [p.detach().clone() for p in model.parameters()]
+        found[f"the parameters after step {step}"] = [
+            p.detach().clone() for p in model.parameters()
+        ]
         found[f"the gradients after step {step}"] = _gradients(model)
         # The second micro-batch finds the gradients of the first one, and so does the last one.
         held = seen[-1] - seen[1] if len(seen) == 4 else None

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_kit import compare, device
-from ddp_kit.lessons._gpt import batches, loss_of, make_gpt
+from ddp_kit.lessons._gpt import Config, batches, loss_of, make_gpt
 from ddp_kit.lessons._launch import Ranks, lesson_main, prove
 
 
@@ -24,7 +24,7 @@ def count_step(rank, world_size):
         loss_of(model, *batch).backward()
         gradients = [parameter.grad for parameter in model.parameters()]
         steps.append((lesson.count_flops(lesson.recomputing(wrap), batch), nbytes, gradients))
-    gpt, own = make_gpt(), lesson.GPT().to(device())
+    gpt, own = make_gpt(), lesson.GPT(Config()).to(device())
     own.load_state_dict(gpt.state_dict())
     x = torch.ones(rank + 1, 64, 64, device=device())
     with lesson.Kept() as kept:

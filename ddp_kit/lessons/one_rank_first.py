@@ -1,4 +1,4 @@
-# Made from notebooks/13_one_rank_first.ipynb by `make editions`: edit that, not this. 00798df00c1d
+# Made from notebooks/13_one_rank_first.ipynb by `make editions`: edit that, not this. aec969de2b70
 """One rank first: what a step costs before it is shared."""
 
 import weakref
@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import ddp_kit as kit
 from ddp_kit import model as formulas
-from ddp_kit.lessons._gpt import Config, loss_of, make_gpt
+from ddp_kit.lessons._gpt import loss_of, make_gpt
 from ddp_kit.lessons._launch import run_as_script
 from ddp_kit.lessons._one_rank_first import count_step, main
 
@@ -50,7 +50,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    def __init__(self, config=Config()):
+    def __init__(self, config):
         super().__init__()
         self.tokens = nn.Embedding(config.vocabulary, config.width)
         self.positions = nn.Embedding(config.context, config.width)

@@ -1,4 +1,4 @@
-"""Other right answers to the exercises of lesson 13, and mistakes that no changed solution makes."""
+"""Other right answers to the exercises of lesson 13, and mistakes without a changed solution."""
 
 from __future__ import annotations
 
