@@ -26,24 +26,6 @@ def test_attention_may_have_its_scores_written_out(capsys):
     assert kit.check.exercise_13_a(Attention) == 1
 
 
-def test_a_function_computed_again_without_a_graph_fails():
-    def recomputed(function):
-        class Recomputed(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx, *inputs):
-                ctx.save_for_backward(*inputs)
-                return function(*inputs)
-
-            @staticmethod
-            def backward(ctx, grad):
-                inputs = [tensor.detach().requires_grad_() for tensor in ctx.saved_tensors]
-                return torch.autograd.grad(function(*inputs), inputs, grad)
-
-        return Recomputed.apply
-
-    assert_mistake(kit.check.exercise_13_2, recomputed, "fails")
-
-
 def test_a_step_that_keeps_the_activations_of_all_micro_batches_is_refused():
     def train_step(model, optimizer, inputs, targets, micro_batches, max_norm):
         losses = []
