@@ -67,7 +67,8 @@ DOCUMENTED = """
     torch.distributed.checkpoint.state_dict torch.distributed.device_mesh torch.distributed.optim
     torch.distributed.pipelining torch.distributed.tensor torch.distributed.tensor.parallel
     torch.func torch.futures torch.library torch.linalg torch.multiprocessing torch.nn
-    torch.nn.functional torch.nn.init torch.nn.modules.module torch.nn.parallel torch.nn.utils
+    torch.nn.attention torch.nn.functional torch.nn.init torch.nn.modules.module
+    torch.nn.parallel torch.nn.utils
     torch.ops torch.optim torch.random torch.utils.checkpoint torch.utils.data torch.version
 """
 IN_TABLE = {name.replace(":", ".").rpartition(".")[2] for f in Feature.all for name in f.names}
@@ -78,6 +79,15 @@ ELSEWHERE = {  # other undocumented names
     # PyTorch's notes on extending it document TorchDispatchMode, under this name.
     ("check/project_2.py", "_python_dispatch"),
     ("check/project_2.py", "torch.utils._python_dispatch"),
+    ("lessons/one_rank_first.py", "_python_dispatch"),
+    ("lessons/one_rank_first.py", "torch.utils._python_dispatch"),
+    # Lesson 13 wraps modules as torchtitan does, and counts FLOPs; neither module has a page.
+    ("lessons/one_rank_first.py", "_checkpoint"),
+    (
+        "lessons/one_rank_first.py",
+        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
+    ),
+    ("lessons/one_rank_first.py", "torch.utils.flop_counter"),
 }
 WORLD = "torch.distributed.distributed_c10d:_world"
 BY_ANY_NAME = [*torch_internals.COLLECTIVES.values(), *torch_internals.FUNCTIONAL]

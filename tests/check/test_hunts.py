@@ -44,6 +44,7 @@ HALF_REPAIRED = [
     ("11.9", "checkpoint = rank", "checkpoint = local_rank", "otherwise"),
     ("11.9", "world_size, rank, sh", "world_size, local_rank, sh", "otherwise"),
     ("11.9", "world_size, rank, sh", "world_size, rank + 1, sh", "fails"),
+    ("13.8", '"sum") / count', '"sum") / 6', "otherwise"),
     ("14.9", "losses.sum()", "losses.mean()", "otherwise"),
     ("14.9", "return loss", "return None if rank else loss", "fails"),
     ("16.10", "y + bias", "y", "otherwise"),

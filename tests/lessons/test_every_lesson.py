@@ -40,6 +40,10 @@ PROOFS = {
     "what_happens_at_1024": (
         "what_happens_at_1024: {}, 5 all_reduces and DDP send what the model says\n"
     ),
+    "one_rank_first": (
+        "one_rank_first: {}, FLOPs and bytes of a step are those of the formulas, recomputed "
+        "bit-equal\n"
+    ),
     "device_mesh": (
         "device_mesh: {}, 9 changes of placement by hand equal DTensor's, and so do meshes\n"
     ),
@@ -205,6 +209,7 @@ MISTAKES = [
         {"tree": (what_happens_at_1024.tree, model.naive_ring)},
         "tree takes as long as predicted",
     ),
+    ("one_rank_first.selective", lambda block: block, "recomputation keeps less"),
     ("_device_mesh.sum_of_parts", lambda *_: 2, r"Shard\(dim=0\) to Shard\(dim=1\) by_hand of"),
     (
         "_tensor_parallel.ways",
