@@ -19,12 +19,26 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-# The kit itself is not installed where the site is built.
-_CELLS = importlib.util.spec_from_file_location("cells", ROOT / "ddp_kit/course/cells.py")
-cells = importlib.util.module_from_spec(_CELLS)
-_CELLS.loader.exec_module(cells)
+
+
+def module(file: str) -> Any:
+    """Return a module of a file: the kit itself is not installed where the site is built."""
+    found = importlib.util.spec_from_file_location(Path(file).stem, ROOT / file)
+    loaded = importlib.util.module_from_spec(found)
+    found.loader.exec_module(loaded)
+    return loaded
+
+
+cells = module("ddp_kit/course/cells.py")
+reference = module("docs/reference.py")
 
 NOTEBOOKS = ROOT / "notebooks"
+# Pages of docs/guide and docs/api, in the order of the contents.
+GUIDE = (
+    "README install course running state errors stuck traces compare hosts gpus mpi shared_memory "
+    "grading hosting troubleshooting how_it_works"
+).split()
+REFERENCE = "README running traces errors plot model check magics commands environment".split()
 GUIDES = {  # and their titles in the contents
     "docs/teaching.md": "The teacher's guide",
     "docs/hints.md": "The hints of the checks",
@@ -150,11 +164,18 @@ def titles(paths: list[Path], folder: Path) -> dict[str, str]:
     return found
 
 
+def heading(name: str) -> str:
+    """Return the first line of a page, without the marks of a heading and of code."""
+    return (ROOT / name).read_text("utf-8").partition("\n")[0].removeprefix("# ").replace("`", "")
+
+
 def index(parts: list[str]) -> str:
     """Return the first page: docs/index.md, the table of lessons, and the contents of the site."""
     own, readme = ROOT / "docs/index.md", (ROOT / "README.md").read_text("utf-8")
     table = re.search(r"^\| notebook \|.*?\n\n", readme, re.MULTILINE | re.DOTALL)
     assert table is not None, "README.md has the table of lessons"
+    guide = {f"docs/guide/{name}": heading(f"docs/guide/{name}.md") for name in GUIDE}
+    api = {f"docs/api/{name}": heading(f"docs/api/{name}.md") for name in REFERENCE}
     practice = {f"notebooks/{name}/index": name.capitalize() for name in parts}
     guides = {name.removesuffix(".md"): title for name, title in GUIDES.items()}
     return "\n".join(
@@ -163,6 +184,8 @@ def index(parts: list[str]) -> str:
             table[0],
             contents(titles(lessons(), ROOT), ":caption: Lessons", ":hidden:"),
             contents(practice, ":caption: Practise", ":hidden:"),
+            contents(guide, ":caption: Guide", ":hidden:"),
+            contents(api, ":caption: Reference", ":hidden:"),
             contents(guides, ":caption: More", ":hidden:"),
         ]
     )
@@ -171,9 +194,12 @@ def index(parts: list[str]) -> str:
 def pages(parts: list[str]) -> dict[str, str]:
     """Return the text of all pages of the site, by their path."""
     found = {"index.md": index(parts)}
-    for name in GUIDES:
+    written = [f"docs/guide/{name}.md" for name in GUIDE]
+    written += [f"docs/api/{name}.md" for name in REFERENCE]
+    for name in [*written, *GUIDES]:
         path = ROOT / name
-        found[name] = relinked(path.read_text("utf-8"), path, path, parts)
+        text = reference.expanded(path.read_text("utf-8"))
+        found[name] = relinked(text, path, path, parts)
     for name in parts:
         rows = contents(titles(part(name), NOTEBOOKS / name), ":maxdepth: 2")
         found[f"notebooks/{name}/index.md"] = f"# {name.capitalize()}\n\n{PARTS[name]}\n\n{rows}"

@@ -76,14 +76,20 @@ def described(docstring: str) -> str:
             found.append(f"```text\n{textwrap.dedent(paragraph)}\n```")
             continue
         parts = ITEM.split(" ".join(line.strip() for line in paragraph.split("\n")))
-        items = [f"* **{n}**: {text.strip()}" for n, text in zip(parts[1::2], parts[2::2], strict=True)]
+        items = [
+            f"* **{n}**: {text.strip()}" for n, text in zip(parts[1::2], parts[2::2], strict=True)
+        ]
         found.append("\n".join([parts[0].strip(), "", *items]).strip())
     return ERROR.sub(link_to_error, "\n\n".join(found))
 
 
 def link_to_error(match: re.Match[str]) -> str:
     """Return an exception of the kit as a link to its entry."""
-    names = {node.name for node in ast.walk(parsed(ROOT / "ddp_kit/errors.py")) if isinstance(node, ast.ClassDef)}
+    names = {
+        node.name
+        for node in ast.walk(parsed(ROOT / "ddp_kit/errors.py"))
+        if isinstance(node, ast.ClassDef)
+    }
     return f"{{py:exc}}`~ddp_kit.{match[1]}`" if match[1] in names - {"RunError"} else match[1]
 
 

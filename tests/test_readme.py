@@ -21,7 +21,8 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf8")
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf8")
 PICTURE = ROOT / ".github" / "ring.png"
-PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/guide/*.md")), *sorted(ROOT.glob("docs/api/*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "docs/index.md"]
+PAGES += [path for folder in ("guide", "api") for path in sorted(ROOT.glob(f"docs/{folder}/*.md"))]
 # A block of Python is a cell of the page's notebook; a block without a language right below it is what
 # the cell shows. What cannot run here is marked as py.
 EXAMPLE = re.compile(r"^```python\n(.*?)^```$(?:\n\n```\n(.*?)^```$)?", re.MULTILINE | re.DOTALL)
@@ -63,9 +64,11 @@ def notebook(tmp_path_factory):
     own.end()
 
 
-@pytest.mark.parametrize("page", with_examples(), ids=lambda page: page.relative_to(ROOT).as_posix())
+@pytest.mark.parametrize(
+    "page", with_examples(), ids=lambda page: page.relative_to(ROOT).as_posix()
+)
 def test_each_example_of_a_page_shows_what_stands_below_it(page, notebook):
-    notebook.run("get_ipython().reset()")
+    notebook.run("get_ipython().reset(); get_ipython().extension_manager.loaded.clear()")
     notebook.run(notebook.set_up)
     try:
         for code, shown in EXAMPLE.findall(page.read_text("utf-8")):
@@ -88,7 +91,9 @@ def test_the_front_page_is_short():
 
 def test_the_guide_lists_its_pages():
     for folder in ("guide", "api"):
-        listed = re.findall(r"\]\((\w+\.md)\)", (ROOT / f"docs/{folder}/README.md").read_text("utf-8"))
+        listed = re.findall(
+            r"\]\((\w+\.md)\)", (ROOT / f"docs/{folder}/README.md").read_text("utf-8")
+        )
         found = {path.name for path in ROOT.glob(f"docs/{folder}/*.md")}
         assert set(listed) == found - {"README.md"}
 
@@ -99,7 +104,9 @@ def said() -> str:
     for file in ROOT.glob("ddp_kit/**/*.py"):
         for node in ast.walk(ast.parse(file.read_text("utf-8"))):
             if isinstance(node, ast.JoinedStr):
-                parts = [part.value if isinstance(part, ast.Constant) else "…" for part in node.values]
+                parts = [
+                    part.value if isinstance(part, ast.Constant) else "…" for part in node.values
+                ]
                 texts.append("".join(parts))
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 texts.append(node.value)
@@ -108,7 +115,9 @@ def said() -> str:
 
 def test_each_message_that_troubleshooting_explains_exists():
     page = (ROOT / "docs/guide/troubleshooting.md").read_text("utf-8")
-    messages = re.findall(r"^\| `([^`]+)` \|", page.partition("## In the notebook")[0], re.MULTILINE)
+    messages = re.findall(
+        r"^\| `([^`]+)` \|", page.partition("## In the notebook")[0], re.MULTILINE
+    )
     errors = {f"{name}:" for name in kit.__all__ if name.endswith("Error")}
     parts = {part.strip() for message in messages for part in message.split("…")} - errors
     assert len(messages) > 30
@@ -121,7 +130,9 @@ COMMANDS = (ROOT / "docs/api/commands.md").read_text("utf-8")
 
 @pytest.mark.parametrize("command", re.findall(r"^## `python -m (.+)`$", COMMANDS, re.MULTILINE))
 def test_the_reference_shows_the_help_of_a_command(command, capsys, monkeypatch):
-    shown = re.search(rf"^## `python -m {command}`$.*?```\n(.*?)```", COMMANDS, re.MULTILINE | re.DOTALL)
+    shown = re.search(
+        rf"^## `python -m {command}`$.*?```\n(.*?)```", COMMANDS, re.MULTILINE | re.DOTALL
+    )
     module, *words = command.split()
     monkeypatch.setattr(sys, "argv", [module, *words, "--help"])
     monkeypatch.setenv("COLUMNS", "80")
