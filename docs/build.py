@@ -33,12 +33,6 @@ cells = module("ddp_kit/course/cells.py")
 reference = module("docs/reference.py")
 
 NOTEBOOKS = ROOT / "notebooks"
-# Pages of docs/guide and docs/api, in the order of the contents.
-GUIDE = (
-    "README install course running state errors stuck traces compare hosts gpus mpi shared_memory "
-    "grading hosting troubleshooting how_it_works"
-).split()
-REFERENCE = "README running traces errors plot model check magics commands environment".split()
 GUIDES = {  # and their titles in the contents
     "docs/teaching.md": "The teacher's guide",
     "docs/hints.md": "The hints of the checks",
@@ -164,6 +158,13 @@ def titles(paths: list[Path], folder: Path) -> dict[str, str]:
     return found
 
 
+def in_folder(name: str) -> list[str]:
+    """Return the pages of docs/guide or docs/api, in the order of the first one."""
+    first = f"docs/{name}/README.md"
+    listed = re.findall(r"\]\((\w+\.md)\)", (ROOT / first).read_text("utf-8"))
+    return [first, *(f"docs/{name}/{page}" for page in dict.fromkeys(listed))]
+
+
 def heading(name: str) -> str:
     """Return the first line of a page, without the marks of a heading and of code."""
     return (ROOT / name).read_text("utf-8").partition("\n")[0].removeprefix("# ").replace("`", "")
@@ -174,8 +175,8 @@ def index(parts: list[str]) -> str:
     own, readme = ROOT / "docs/index.md", (ROOT / "README.md").read_text("utf-8")
     table = re.search(r"^\| notebook \|.*?\n\n", readme, re.MULTILINE | re.DOTALL)
     assert table is not None, "README.md has the table of lessons"
-    guide = {f"docs/guide/{name}": heading(f"docs/guide/{name}.md") for name in GUIDE}
-    api = {f"docs/api/{name}": heading(f"docs/api/{name}.md") for name in REFERENCE}
+    guide = {name.removesuffix(".md"): heading(name) for name in in_folder("guide")}
+    api = {name.removesuffix(".md"): heading(name) for name in in_folder("api")}
     practice = {f"notebooks/{name}/index": name.capitalize() for name in parts}
     guides = {name.removesuffix(".md"): title for name, title in GUIDES.items()}
     return "\n".join(
@@ -194,9 +195,7 @@ def index(parts: list[str]) -> str:
 def pages(parts: list[str]) -> dict[str, str]:
     """Return the text of all pages of the site, by their path."""
     found = {"index.md": index(parts)}
-    written = [f"docs/guide/{name}.md" for name in GUIDE]
-    written += [f"docs/api/{name}.md" for name in REFERENCE]
-    for name in [*written, *GUIDES]:
+    for name in [*in_folder("guide"), *in_folder("api"), *GUIDES]:
         path = ROOT / name
         text = reference.expanded(path.read_text("utf-8"))
         found[name] = relinked(text, path, path, parts)

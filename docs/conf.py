@@ -22,7 +22,7 @@ nb_render_error_lexer = "myst-ansi"  # an error of ranks is no traceback of Pyth
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 4  # as on GitHub
 myst_links_external_new_tab = True
-python_maximum_signature_line_length = 68
+highlight_language = "none"  # an output is no code
 # Types in signatures are names of other packages, or internal ones.
 nitpick_ignore_regex = [("py:class", ".*")]
 copybutton_exclude = ".linenos, .gp"

@@ -1,7 +1,7 @@
 """The reference's entries: signatures and docstrings of public names, as MyST directives.
 
-A block `{api}` of a page in docs/api lists names, each with its package: `ddp_kit.plot.timeline`. Source
-files are read and not imported, because the site is built without PyTorch.
+A block `{api}` of a page in docs/api lists names, each with its package: `ddp_kit.plot.timeline`.
+Source files are read and not imported, because the site is built without PyTorch.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf8")
 PICTURE = ROOT / ".github" / "ring.png"
 PAGES = [ROOT / "README.md", ROOT / "docs/index.md"]
 PAGES += [path for folder in ("guide", "api") for path in sorted(ROOT.glob(f"docs/{folder}/*.md"))]
-# A block of Python is a cell of the page's notebook; a block without a language right below it is what
-# the cell shows. What cannot run here is marked as py.
+# A block of Python is a cell of the page's notebook; a block without a language right below it is
+# what the cell shows. What cannot run here is marked as py.
 EXAMPLE = re.compile(r"^```python\n(.*?)^```$(?:\n\n```\n(.*?)^```$)?", re.MULTILINE | re.DOTALL)
 
 
