@@ -76,6 +76,13 @@ REDIRECT = """<!doctype html>
 <p>This page is now <a href="{0}.html">{0}</a>.</p>
 </html>
 """
+SPOKEN = {  # what the theme writes, and what a screen reader can use
+    '<summary><span class="toctree-toggle"': '<summary aria-label="Pages below">'
+    '<span class="toctree-toggle"',
+    'search-button-field search-button__button pst-js-only" title="Search" aria-label="Search"': (
+        'search-button-field search-button__button pst-js-only" title="Search"'
+    ),
+}
 LINK = re.compile(r"\[([^][]*)\]\((?!https?:|#)([^)\s#]+)(#[^)\s]*)?\)")
 
 
@@ -249,6 +256,11 @@ def build(site: Path, parts: list[str]) -> int:
     options += ["--fail-on-warning", "--keep-going", "--nitpicky", "--quiet", "--jobs", "2"]
     status = subprocess.run([sys.executable, "-m", "sphinx", *options, source, site]).returncode
     if status == 0:
+        for path in site.rglob("*.html"):
+            text = path.read_text("utf-8")
+            for old, new in SPOKEN.items():
+                text = text.replace(old, new)
+            path.write_text(text, "utf-8")
         for path in notebooks(parts):
             shutil.copyfile(path, site / path.relative_to(ROOT))
         for name, text in redirects(parts).items():

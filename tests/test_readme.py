@@ -75,7 +75,7 @@ def test_each_example_of_a_page_shows_what_stands_below_it(page, notebook):
             cell = notebook.send(code).finish()
             assert shown_by(cell) == without_numbers(shown), code
     finally:
-        notebook.run("kit.shutdown()")
+        notebook.run("%load_ext ddp_kit\n%ranks reset\nkit.shutdown()")
 
 
 @pytest.mark.skipif(
