@@ -29,6 +29,7 @@ copybutton_exclude = ".linenos, .gp"
 
 html_title = "ddp_kit"
 html_theme = "sphinx_book_theme"
+html_search_scorer = os.path.join(os.path.dirname(__file__), "scorer.js")
 html_static_path = ["style"]
 html_css_files = ["book.css"]
 html_copy_source = False
