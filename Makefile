@@ -75,18 +75,19 @@ check: style  ## the quick checks: style, public types, one notebook, a lesson u
 # Only ALL=1 runs these. They need Chromium or network namespaces, look at what a kill leaves of many
 # real processes, run the lessons' modules and exercises once more, which the notebooks and graders
 # do too, execute notebooks without the tests' short cuts, run the kit on other launchers and backends,
-# or are about PyTorch itself.
-ONLY_ALL := tests/browser tests/cluster tests/faults tests/lessons tests/projects tests/benchmarks/test_gpu.py \
-    tests/check/test_exercise_notebooks.py tests/notebooks/test_regenerate.py \
+# have a learner do a project or break the grader, or are about PyTorch itself.
+ONLY_ALL := notebooks/projects tests/browser tests/cluster tests/faults tests/lessons tests/projects tests/benchmarks/test_gpu.py \
+    tests/check/test_exercise_notebooks.py tests/check/test_partial_credit.py \
+    tests/notebooks/test_regenerate.py tests/wrong_programs/test_torch_suite.py \
     $(addprefix tests/course/, test_grading.py test_copy.py) \
     $(addprefix tests/, test_backend_pools.py test_controls.py test_debugger.py test_hosting.py \
         test_mpi.py test_shm.py test_status.py test_torch_internals.py test_torchrun.py \
-        test_warm_start.py)
+        test_training_run.py test_warm_start.py)
 
 test: style $(if $(ALL),$(VENV)-graders/.installed)  ## check style, types, tests and every lesson; ALL=1: as CI does; TORCH=2.x.y: with that PyTorch
 	@$(BIN)/python -m compileall -q ddp_kit  # else each rank does, if Python writes no bytecode
 	@echo "$(if $(ALL),Running all tests and lessons: about 30,Running the tests and lessons: about 10) minutes on two idle cores."
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile \
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
 	    $(patsubst %,--ignore=%,$(if $(ALL),$(SPAWNED),$(ONLY_ALL)))
 	@[ -z "$(ALL)" ] || $(MAKE) --no-print-directory spawned
 
@@ -96,7 +97,7 @@ SPAWNED := tests/test_pool.py tests/test_magics.py tests/test_live_view.py \
     $(addprefix notebooks/, 00_start_here.ipynb 01_point_to_point.ipynb 08_ddp.ipynb)
 
 spawned: $(STAMP)  ## run the pool's tests and three notebooks with ranks that are spawned, as a learner's are
-	@DDP_KIT_SPAWNED=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(SPAWNED)
+	@DDP_KIT_SPAWNED=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(SPAWNED)
 
 long: $(STAMP) $(VENV)-graders/.installed  ## run the tests that repeat others: more notebooks, scripts and world sizes
 	@$(BIN)/python -m pytest -m long -n 2 --dist load

@@ -151,10 +151,10 @@ def torchvision() -> Finding:
         )
     if not load_torchvision_operators():
         return problem(
-            f"{version}, whose operators cannot be loaded into torch {here}",
-            "It was built for another build of PyTorch, such as one with CUDA. kit.mnist, "
-            "datasets, transforms and models work if ddp_kit is imported first. torchvision.ops "
-            "and torchvision.io do not work: to use them, install both packages from one index.",
+            f"{version}, built for another build of PyTorch than {here}",
+            "All lessons work; where you import torchvision yourself, import ddp_kit first. Only "
+            "torchvision.ops and torchvision.io do not work: to use them, install torchvision "
+            "from where torch came from, such as https://download.pytorch.org/whl/cpu.",
         )
     return Finding(f"{version}, built for this PyTorch", "All of it works.")
 

@@ -384,6 +384,37 @@ def test_a_rank_that_forms_a_group_itself_is_shown_so(watch, tmp_path):
     assert ["forming the group", "computing"] in seen
 
 
+class LoadsUntilSeen:
+    """What a rank loads for its worker, until the folder has a file `seen`."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __reduce__(self):
+        return load_until_seen, (self.folder,)
+
+
+def load_until_seen(folder):
+    Path(folder, "loads").touch()
+    while not Path(folder, "seen").exists():
+        time.sleep(0.01)
+
+
+@pytest.mark.usefixtures("forked_ranks")
+def test_a_rank_that_loads_what_its_worker_needs_is_starting(watch, pool, tmp_path):
+    shown: list[str] = []
+
+    def look(lines):
+        if shown:  # what the view before it said may be older
+            (tmp_path / "seen").touch()
+        if (tmp_path / "loads").exists():
+            shown.append(lines[0].doing)
+
+    watch(look)
+    pool.run(lambda rank, world_size, loaded: None, LoadsUntilSeen(tmp_path), world_size=1)
+    assert shown[1] == "starting"
+
+
 def test_what_is_printed_last_is_shown_also_of_a_flood(watch, tmp_path):
     def flood(rank, world_size):
         print("x" * 10_000_000)

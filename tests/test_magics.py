@@ -337,6 +337,9 @@ def test_push_copies_to_the_ranks_and_pull_brings_back_a_list(notebook):
 def test_a_list_that_pull_has_made_is_pushed_with_a_line(notebook):
     notebook.run("%%ranks -n 2\nw = 10 * rank")
     notebook.run("%ranks pull w")
+    notebook.run("%ranks reset")
+    missing = notebook.raises("%%ranks -n 2\nw").rendered
+    assert "not on the ranks: run again the %%ranks cell that defines it." in missing
     pushed = notebook.run("%ranks push w").stdout
     assert pushed == "w is the list that %ranks pull has made: each rank gets all of it\n"
     assert notebook.run("%%ranks\nw").stdout == "rank 0: [0, 10]\nrank 1: [0, 10]\n"

@@ -149,10 +149,37 @@ def test_memory_is_that_of_the_fullest_stage(transformer, pp, micro_batches, ful
     assert sum(model.memory(transformer, plan).values()) == max(stages)
 
 
-def test_full_recomputation_shows_the_layer_that_is_recomputed():
-    plan = Plan(recompute="full", flash=False)
-    held = model.memory(MEGATRON, plan)
-    assert held["recomputed activations"] == model.activations(MEGATRON, Plan(flash=False))
+def test_of_the_logits_and_the_layer_that_is_recomputed_only_the_larger_counts():
+    layer = model.activations(MEGATRON, Plan(flash=False))
+    logits = 2048 * 51200 * 3 * 4  # the log-probabilities, their gradient and the logits' one
+    for vocabulary in (51200, 128):
+        held = model.memory(
+            replace(MEGATRON, vocabulary=vocabulary), Plan(recompute="full", flash=False)
+        )
+        large = max(layer, logits * vocabulary / 51200)
+        assert held["logits"] + held["recomputed activations"] == large
+        assert not held["logits"] or not held["recomputed activations"]
+
+
+def test_selective_recomputation_keeps_every_second_product_and_the_attention():
+    """Of Llama's: input, queries, values, attention, and the first and last of the MLP."""
+    d, tokens = 4096, 8192
+    kept = model.activations(LLAMA_8B, Plan(recompute="selective"))
+    assert kept == 2 * tokens * (4 * d + 1024 + 14336)
+    alone = Cluster(Accelerator(1, 1e12, 1e30), 8, FREE, FREE)
+    once = model.step(LLAMA_8B, Plan(), alone)["compute"]
+    again = model.step(LLAMA_8B, Plan(recompute="selective"), alone)["compute"]
+    products = 2 * d * (1024 + d + 14336)  # keys, the attention's last, and one of the MLP
+    assert again - once == pytest.approx(32 * tokens * products / 1e12)
+
+
+def test_a_pipeline_keeps_gradients_whole_and_stage_3_its_parameters():
+    plans = [Plan(dp=8, zero=zero, pp=4, micro_batches=8) for zero in (1, 2, 3)]
+    one, two, three = (model.memory(MEGATRON, plan, stage=1) for plan in plans)
+    assert one["gradients"] == two["gradients"] == three["gradients"]
+    assert three["gathered parameters"] == one["parameters"] == 8 * three["parameters"]
+    times = [model.step(MEGATRON, plan, costs(BYTE))["dp"] for plan in plans]
+    assert times[0] == times[1] == times[2]
 
 
 # ---- time
@@ -325,7 +352,7 @@ def test_the_planner_cuts_sequences_only_where_asked():
 
 @pytest.mark.parametrize(
     ("gradients", "least", "most"),
-    [(2, 1_536, 2_048), (4, 2_560, 3_072)],  # tokens of a GPU
+    [(2, 1_536, 2_176), (4, 2_688, 3_200)],  # tokens of a GPU
 )
 def test_eight_hosts_hide_zero_3_from_about_two_thousand_tokens(gradients, least, most):
     precision = replace(model.MIXED, gradients=gradients)
@@ -351,7 +378,10 @@ TINY = Transformer(6, 8, 4, 12, 16, kv_heads=2)
             "heads must be a multiple of kv_heads=3, got 4",
         ),
         (lambda: Plan(zero=4), "zero must be 0, 1, 2 or 3, got 4"),
-        (lambda: Plan(recompute="all"), "recompute must be 'none', 'attention' or 'full', got"),
+        (
+            lambda: Plan(recompute="all"),
+            "recompute must be 'none', 'attention', 'selective' or 'full', got 'all'",
+        ),
         (lambda: Accelerator(1, 0, 1), "flops must be more than 0"),
         (lambda: Accelerator(1, 1, 1, 1.5), "efficiency must be at most 1, got 1.5"),
         (lambda: model.memory(TINY, Plan(tp=3)), "tp=3 does not divide heads=4"),

@@ -295,14 +295,14 @@ def test_summands_wholes_and_nothing_are_told_apart():
         {"a": WHOLE / 2, "b": WHOLE, "c": WHOLE[1:2, 1:]},
     ]
     lines = repr(placements(stages, WHOLE)).split("\n")
-    half = "a summand = 0.5 1; 1.5 2; 2.5 3; 3.5 4"
+    half = "a partial sum = 0.5 1; 1.5 2; 2.5 3; 3.5 4"
     assert lines[1:] == [
         "        a                                       b                         c",
         f"rank 0  {half}  all = 1 2; 3 4; 5 6; 7 8  nothing",
         f"rank 1  {half}  all = 1 2; 3 4; 5 6; 7 8  [1:2, 1:2] = 4",
     ]
     caption = " ".join(texts(placements(stages, WHOLE)))
-    assert "Pale: a summand" in caption
+    assert "Pale: a partial sum" in caption
     assert "Dashed: the rest of the tensor" in caption
     assert "Dashed" not in " ".join(texts(placements([WHOLE], WHOLE)))
 

@@ -174,6 +174,11 @@ def test_a_long_value_is_shown_in_short(said):
     assert shown[0].count(" ...") == 2
 
 
+def test_a_prediction_without_an_answer_is_refused_in_a_sentence():
+    with pytest.raises(kit.CompareError, match=r"'actual'; write kit.predict\(my_guess, answer\)"):
+        kit.predict(6)
+
+
 def test_importing_the_kit_does_not_import_the_code_of_predictions():
     code = "import sys, ddp_kit; print(any('prediction' in name for name in sys.modules))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -74,9 +74,6 @@ IN_TABLE = {name.replace(":", ".").rpartition(".")[2] for f in Feature.all for n
 OF_PYTHON = {"_asdict", "_fields", "_replace", "_current_frames", "_getframe"}  # documented
 ELSEWHERE = {  # other undocumented names
     ("notebook/magics.py", "_filename_map"),
-    # Lesson 17 shows PyTorch's simulator of schedules, and says that it is private.
-    ("lessons/_pipeline_parallel.py", "_schedule_visualizer"),
-    ("lessons/_pipeline_parallel.py", "torch.distributed.pipelining._schedule_visualizer"),
     ("pool/ipython.py", "_ipython_cache"),
     # PyTorch's notes on extending it document TorchDispatchMode, under this name.
     ("check/project_2.py", "_python_dispatch"),

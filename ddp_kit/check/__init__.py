@@ -8,14 +8,17 @@ With DDP_KIT_PROGRESS, each check adds a line to that file; see ddp_kit/progress
 """
 
 from collections.abc import Callable
+from difflib import get_close_matches
 from importlib import import_module
 from pkgutil import iter_modules
 
-from ddp_kit.check.grader import EXERCISES, Credit
+from ddp_kit.check.grader import EXERCISES, Credit, only_message
 from ddp_kit.check.partial_credit import credit
+from ddp_kit.pool.wire import messages
 from ddp_kit.progress_file import in_order
 
-for _module in iter_modules(__path__):  # each registers its exercises
+# Each registers its exercises. A rank needs only those of the lesson that is checked.
+for _module in [] if messages.serving else iter_modules(__path__):
     import_module(f"{__name__}.{_module.name}")
 # The module project_1 has the same name as the check in it, which is what learners call.
 globals().update({name: check for name, check in EXERCISES.items() if name in globals()})
@@ -27,7 +30,8 @@ __all__ = ["credit", *_in_order]
 def __getattr__(name: str) -> Callable[..., Credit]:
     if name in EXERCISES:
         return EXERCISES[name]
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    near = ", ".join(sorted(get_close_matches(name, _in_order, 5)))
+    raise only_message(AttributeError(f"kit.check has no {name}; similar names: {near or 'none'}"))
 
 
 def __dir__() -> list[str]:

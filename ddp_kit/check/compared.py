@@ -95,7 +95,8 @@ class Comparison:
         """Return the mistake with which a wrong answer does the same; "" if none fits."""
         too_much = self._sends_too_much(learners, case)
         names = programs(self.number).keys() - ({"", "as before"} if learners.failed else {""})
-        known = {name: outcome(self, name, case) for name in sorted(names)}
+        own_first = sorted(names, key=lambda name: (name in hints(), name))
+        known = {name: outcome(self, name, case) for name in own_first}
         found = {
             name: one
             for name, one in known.items()
@@ -108,7 +109,7 @@ class Comparison:
         other = "too many bytes" if same(right, learners.values) else "otherwise"
         if learners.failed:
             other = "fails"
-        elif f"{self.number} another form" in hints() and _forms(right) != _forms(learners.values):
+        elif _forms(right) != _forms(learners.values):
             other = "another form"
         if {other, f"{self.number} {other}"} & hints().keys():
             return other
@@ -186,7 +187,8 @@ def programs(number: str) -> dict[str, str]:
     if f"{number} as before" in hints():
         found["as before"] = solved["broken"]
     for section, hint in hints().items():
-        if section.startswith(f"{number} ") and hint.replace:
+        shared = section[0].islower() and hint.replace in solved["program"]
+        if hint.replace and (shared or section.startswith(f"{number} ")):
             changed = solved["program"].replace(hint.replace, hint.by)
             found[section.removeprefix(f"{number} ")] = changed
     return found

@@ -8,6 +8,7 @@ from functools import partial
 from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -112,7 +113,7 @@ class _Noted:
 
 
 @contextmanager
-def _noting(notes: list) -> Iterator[None]:
+def noting(notes: list) -> Iterator[None]:
     """Note the numbers in each all_reduce, and each wait for one."""
     all_reduce = dist.all_reduce
 
@@ -123,11 +124,8 @@ def _noting(notes: list) -> Iterator[None]:
             notes.append("wait")
         return work and _Noted(work, notes)
 
-    dist.all_reduce = noted
-    try:
+    with patch.object(dist, "all_reduce", noted):
         yield
-    finally:
-        dist.all_reduce = all_reduce
 
 
 def _note_when_ready(module: nn.Module, notes: list) -> None:
@@ -157,7 +155,7 @@ def _own_ddp(rank: int, world_size: int, own_ddp: Callable) -> dict:
     _note_when_ready(module, notes)
     model = own_ddp(module, CAP)
     found = {}
-    with _noting(notes):
+    with noting(notes):
         _backward(model, rank, 0, 1)
         found |= _overlap(notes)
         model.synchronize()
@@ -216,7 +214,7 @@ def _hooked(rank: int, world_size: int, ddp: Callable) -> dict:
     module, notes = _Heads(), []
     _note_when_ready(module, notes)
     model = ddp(module)
-    with _noting(notes):
+    with noting(notes):
         _backward(model, rank, 0, 1)
         found = _overlap(notes)
         model.finish_gradient_synchronization()

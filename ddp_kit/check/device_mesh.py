@@ -8,67 +8,49 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from ddp_kit.check.compared import compared, hunt
-from ddp_kit.check.grader import SENT, SIZES, Grader, exercise, own_group
+from ddp_kit.check.grader import SIZES, Grader, own_group
 from ddp_kit.check.record import Score, Span, record
 from ddp_kit.lessons import device_mesh as lesson
 
-MESHES = ((2, 2), (2, 1), (1, 2), (1, 1), (3, 2))  # most mistakes show on the first
-KEPT = "the tensor that it gets stays as it is"
 ROWS = 60  # of a product: divisible by all world sizes
 INNER, COLUMNS = 2, 2  # of a product: a rank's part of what is summed over, and the columns
+MESHES = ((2, 2), (2, 1), (1, 2), (1, 1), (3, 2))  # most mistakes show on the first
+ON_MESHES: dict[str, Any] = {
+    "where": "on meshes of 2 x 2, 2 x 1, 1 x 2, 1 x 1 and 3 x 2 ranks",
+    "cases": [(rows * columns, rows, columns) for rows, columns in MESHES],
+    "part": lambda case: "on 2 x 2 ranks" if case[1:] == (2, 2) else "on other meshes",
+}
 
 
-def mesh_name(shape: tuple[int, int]) -> str:
-    """Return the name of the part to which a mesh belongs; most mistakes show on 2 x 2 ranks."""
-    return "on 2 x 2 ranks" if shape == (2, 2) else "on other meshes"
+def _grid(rows: int, columns: int) -> DeviceMesh:
+    return init_device_mesh("cpu", (rows, columns), mesh_dim_names=("dp", "tp"))
 
 
-@exercise(
+@compared(
     "14.1",
     "norm(local, mesh)",
-    where="on meshes of 2 x 2, 2 x 1, 1 x 2, 1 x 1 and 3 x 2 ranks",
-    cases=MESHES,
-    others=(KEPT, SENT),
-    part=mesh_name,
+    call=lambda n, rows, columns: f"norm(local, mesh of {rows} x {columns})",
+    **ON_MESHES,
 )
-def _norm(grader: Grader, rows: int, columns: int) -> None:
-    shape = (rows, columns)
-    held = [_matrix(rows)[r // columns * 2 :][:2] for r in range(rows * columns)]
-    result = _run(grader, shape, held)
-    norms = torch.stack([local.norm() for local in held])
-    total = (norms**2).sum() / columns  # every row is on that many ranks
-    n = len(held)
-    mistakes = {
-        "nothing added up": list(norms),
-        "replicas counted": (total * columns).sqrt(),
-        "norms added up": norms.sum() / columns,
-        "no root": total,
-        "wrong group": True,
-    }
-    found = [value for value, _ in result]
-    grader.compare([_matrix(rows).norm()] * n, found, mistakes, verb="return")
-    kept = [local for _, local in result]
-    grader.compare(held, kept, "changed in place", place=" in local", part=KEPT)
-    grader.check_collectives(8, "rows gathered")
+def _norm(rank: int, n: int, norm: Callable, rows: int, columns: int) -> dict:
+    local = torch.arange(1.0, 6 * rows + 1).view(rows, 2, 3)[rank // columns].clone()
+    return {"what is returned": norm(local, _grid(rows, columns)), "local": local}
 
 
-@exercise(
+@compared(
     "14.2",
     "gather_whole(local, mesh)",
-    where="on meshes of 2 x 2, 2 x 1, 1 x 2, 1 x 1 and 3 x 2 ranks",
-    cases=MESHES,
-    part=mesh_name,
+    call=lambda n, rows, columns: f"gather_whole(local, mesh of {rows} x {columns})",
+    **ON_MESHES,
 )
-def _gather_whole(grader: Grader, rows: int, columns: int) -> None:
-    shape = (rows, columns)
-    whole = torch.arange(1.0, 6 * rows * columns + 1).view(2 * rows, 3 * columns)
-    held = [part.contiguous() for line in whole.chunk(rows) for part in line.chunk(columns, dim=1)]
-    found = [value for value, _ in _run(grader, shape, held)]
-    grader.compare([whole] * len(held), found, _mistake_in(whole, found), verb="return")
+def _gather_whole(rank: int, n: int, gather_whole: Callable, rows: int, columns: int) -> Any:
+    whole, (row, column) = torch.arange(1.0, 6 * n + 1).view(-1, 3), divmod(rank, columns)
+    local = whole.chunk(columns)[column].chunk(rows)[row].clone()
+    return gather_whole(local, _grid(rows, columns))
 
 
 @compared(
@@ -78,37 +60,6 @@ def _own_rows(rank: int, n: int, own_rows: Callable) -> torch.Tensor:
     x = torch.arange(ROWS * INNER).view(ROWS, INNER) % 7 + 10 * (rank + 1)
     w = torch.arange(INNER * COLUMNS).view(INNER, COLUMNS) + rank + 1
     return own_rows(x.float(), w.float())
-
-
-def _run(grader: Grader, shape: tuple[int, int], held: list) -> Any:
-    name, (rows, columns) = grader.form.partition("(")[0], shape
-    case = f"{name}(local, mesh of {rows} x {columns})"
-    return grader.run(_call, shape, held, world_size=rows * columns, case=case)
-
-
-def _call(
-    rank: int, world_size: int, answer: Callable, shape: tuple[int, int], held: list[torch.Tensor]
-) -> tuple[Any, torch.Tensor]:
-    """Return what the answer returns, and this rank's tensor afterwards."""
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
-    return answer(held[rank], mesh), held[rank]
-
-
-def _matrix(rows: int) -> torch.Tensor:
-    """Return two rows of three numbers for each row of the mesh."""
-    return torch.arange(1.0, 6 * rows + 1).view(2 * rows, 3)
-
-
-def _mistake_in(whole: torch.Tensor, found: list) -> str:
-    tensors = [have for have in found if isinstance(have, torch.Tensor)]
-    shapes = {tuple(have.shape) for have in tensors if have.ndim == 2}
-    if tuple(whole.shape) in shapes:
-        return "wrong place"
-    if any(shape[0] == len(whole) for shape in shapes):
-        return "columns left out"
-    if any(shape[-1] == whole.shape[1] for shape in shapes):
-        return "rows left out"
-    return "wrong shape"
 
 
 hunt("14.9")

@@ -10,11 +10,11 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,7 @@ from ddp_kit.errors import (
     RunTimeoutError,
 )
 from ddp_kit.pool import Result, run
+from ddp_kit.pool.arguments import explaining_arguments
 from ddp_kit.progress_file import recorded, recording
 from ddp_kit.trace import Event
 
@@ -41,6 +42,7 @@ EXERCISES: dict[str, Callable[[Any], Credit]] = {}  # by name, "exercise_4_1"
 # whether it has been made. So the last one, with True, is for all other mistakes.
 Mistakes = Mapping[str, Any]
 Reason = str | Mapping[str, str]  # of a failure, see Exercise.on_failure
+E = TypeVar("E", bound=Exception)
 
 SIZES = (2, 3, 1, 4, 5)  # most mistakes show on two or three ranks, which start first
 TIMEOUT = 60.0  # seconds for one run; a deadlock is found without it
@@ -48,7 +50,6 @@ STORE_LIMIT = timedelta(seconds=30)  # for a key that nobody sets
 SENT = "no more is sent than needed"  # a part of many exercises
 UNCHANGED = "unchanged"  # a mistake of many exercises
 _MOST_SHOWN = 8  # numbers of a tensor
-_MOST_PRINTED = 10_000  # characters of what an answer prints: half of them the last
 FAILURES: dict[type[Exception], str] = {
     RankError: "it raised an error",
     DeadlockError: "it deadlocks",
@@ -102,9 +103,9 @@ class Exercise:
         """Grade an answer, and raise at the first mistake. step: of the hint; None for the next."""
         steps = Steps(self.number, step)
         grader = self.grader(answer, steps)
-        with steps.counted():
-            for number in range(len(self.cases)):
-                grader.try_case(number)
+        for number in range(len(self.cases)):
+            grader.try_case(number)
+        steps.passed()
         grader.parts |= dict.fromkeys(self.others, True)
         return grader.passed()
 
@@ -183,15 +184,17 @@ def register(task: Any, about: str, check: Callable[..., Credit] | None = None) 
 
     check = check or with_hint
     check.__name__ = check.__qualname__ = name_of(task.number)
+    answer = task.form.partition("(")[0] if isinstance(task, Exercise) else "number"
     check.__doc__ = (
         f"{about}\n\n"
         "hint: what is said of a mistake: 1 only what is wrong, 2 also a question, 3 where to\n"
-        f"look{', 4 a solution' * (task.kind != 'project')}. Without it, each check that fails\n"
-        "says one more, up to 3.\n\n"
+        f"look{', 4 a solution' * (task.kind != 'project')}. Without it, each check that finds\n"
+        "this mistake says one more, up to 3.\n\n"
         "Raises ExerciseError if it is not right yet, NotImplementedError for the stub."
     )
     check.exercise = task  # type: ignore[attr-defined]
-    EXERCISES[check.__name__] = recorded(check)
+    example = f"kit.check.{check.__name__}({answer})"
+    EXERCISES[check.__name__] = recorded(explaining_arguments(example, ExerciseError)(check))
 
 
 class Grader:
@@ -232,11 +235,15 @@ class Grader:
         if not callable(answer):
             got = "None" if answer is None else f"a value of type {type(answer).__name__}"
             self.refuse(f"{check}({name}) expects your function or class itself; got {got}")
-        if not _takes(answer, [part for part in parameters.split(", ") if part]):
-            given = f"{getattr(answer, '__name__', 'yours')}{inspect.signature(answer)}"
-            self.refuse(
-                f"your answer must accept the call {self.form}, but it is defined as {given}"
-            )
+        with suppress(ValueError):  # some built-in callables have no signature
+            signature = inspect.signature(answer)
+            try:
+                signature.bind(*filter(None, parameters.split(", ")))
+            except TypeError:
+                given = f"{getattr(answer, '__name__', 'yours')}{signature}"
+                self.refuse(
+                    f"your answer must accept the call {self.form}, but it is defined as {given}"
+                )
 
     def try_case(self, number: int) -> None:
         """Grade the answer in one case, and note if its part holds."""
@@ -392,7 +399,7 @@ class Grader:
         if part and self._wrong is not None and part in self._wrong:
             return
         if self._printed:
-            _show(self._printed[-1])
+            print(self._printed[-1], end="")
         lines = [f"{self.exercise.title}, {self._case}: {fact}", *details]
         wrong = ExerciseError(
             "\n".join(lines),
@@ -410,7 +417,7 @@ class Grader:
     def passed(self) -> Credit:
         """Show what the ranks printed in the first run, and print that the answer is right."""
         for printed in self._printed[:1]:
-            _show(printed)
+            print(printed, end="")
         title = self.exercise.title
         print(f"{title[0].upper()}{title[1:]}: {self.exercise.praise}.")
         return Credit(self.parts)
@@ -433,41 +440,20 @@ class Grader:
         raise ExerciseError(f"{self.exercise.title}: {reason}")
 
 
-def _show(printed: str) -> None:
-    """Print what an answer has printed, without the middle if it is long."""
-    half = _MOST_PRINTED // 2
-    left_out = len(printed) - _MOST_PRINTED
-    if left_out > 0:
-        middle = f"\n[{left_out:,} characters left out]\n"
-        printed = f"{printed[:half]}{middle}{printed[-half:]}"
-    print(printed, end="")
-
-
-def _takes(answer: Callable[..., Any], parameters: list[str]) -> bool:
-    try:
-        inspect.signature(answer).bind(*parameters)
-    except TypeError:
-        return False
-    except ValueError:  # some built-in callables have no signature
-        return True
-    return True
-
-
 def _raise_if_stub(error: Exception, number: str) -> None:
     """Raise NotImplementedError if a rank reached the missing lines of this exercise."""
     for failure in getattr(error, "failures", {}).values():
         # nbgrader's stubs have no message.
         named = not failure.message or failure.message.startswith(f"Exercise {number}")
         if named and failure.type == "NotImplementedError":  # PyTorch raises that type, too
-            raise stub(failure.message) from None
+            raise only_message(NotImplementedError(failure.message)) from None
 
 
-def stub(message: str) -> NotImplementedError:
-    """Return the error for missing lines, of which a notebook shows only the message."""
-    missing = NotImplementedError(message)
-    # IPython calls this; without it, it would show the kit's internals.
-    missing._render_traceback_ = lambda: [f"NotImplementedError: {message}"]  # type: ignore[attr-defined]
-    return missing
+def only_message(error: E) -> E:
+    """Return an error of which a notebook shows the message, and not the kit's internals."""
+    # IPython calls this.
+    error._render_traceback_ = lambda: [f"{type(error).__name__}: {error}"]  # type: ignore[attr-defined]
+    return error
 
 
 def by_size(sizes: Sequence[int], noun: str = "rank") -> Callable[[int], str]:

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, defaultdict
 from configparser import ConfigParser
-from contextlib import contextmanager
 from functools import cache
 from importlib.resources import files
 from typing import NamedTuple
@@ -22,7 +20,8 @@ from ddp_kit.errors import ExerciseError
 SYMPTOM, QUESTION, PLACE, SOLUTION = 1, 2, 3, 4  # the steps
 ESTIMATES = "estimates.ini"
 LIMIT = "DDP_KIT_HINTS"  # the environment variable with which a teacher sets the last step
-_failed: Counter[str] = Counter()  # checks of an exercise since it last passed
+# Of each exercise, how many checks have found which mistake since it last passed.
+_failed: defaultdict[str, Counter[str]] = defaultdict(Counter)
 
 
 class Hint(NamedTuple):
@@ -82,43 +81,39 @@ def solutions() -> dict[str, dict[str, str]]:
 class Steps:
     """Says of a mistake what a learner should read now.
 
-    number: of the exercise. step: the last one that is said; None for one more than the last time,
-    up to the place. is_last: whether the learner cannot ask for more.
+    number: of the exercise. step: the last one that is said; None for one more than the last time
+    that this mistake was made, up to the place. is_last: whether the learner cannot ask for more.
 
     Raises ExerciseError if the learner asks for no step, or the teacher has set none.
     """
 
     def __init__(self, number: str, step: int | None, is_last: bool = False) -> None:
-        step = min(_failed[number] + 1, PLACE) if step is None else step
-        if step not in (SYMPTOM, QUESTION, PLACE, SOLUTION):
+        if step not in (None, SYMPTOM, QUESTION, PLACE, SOLUTION):
             raise ExerciseError(f"hint must be 1, 2, 3 or 4, got {step!r}")
         if step == SOLUTION and number[0] == "P":
             raise ExerciseError("hint must be 1, 2 or 3: a project has no printed solution")
         limit = os.environ.get(LIMIT, str(SOLUTION))
         if limit not in ("1", "2", "3", "4"):
             raise ExerciseError(f"{LIMIT} must be 1, 2, 3 or 4, got {limit!r}")
-        last = min(int(limit), PLACE if number[0] == "P" else SOLUTION)
-        self._number, self._step = number, min(step, last)
-        self._more = not is_last and self._step < last
+        self._number, self._step, self._is_last = number, step, is_last
+        self._last = min(int(limit), PLACE if number[0] == "P" else SOLUTION)
 
-    @contextmanager
-    def counted(self) -> Iterator[None]:
-        """Count a check that fails in this block, until one passes."""
-        try:
-            yield
-        except ExerciseError:
-            _failed[self._number] += 1
-            raise
-        _failed[self._number] = 0
+    def passed(self) -> None:
+        """Begin with the symptom of each mistake again."""
+        _failed.pop(self._number, None)
 
     def of(self, mistake: str) -> list[str]:
         """Return what follows the symptom, and how to get the next step. mistake: "": unknown."""
+        failed = _failed[self._number]
+        failed[mistake] += not self._is_last
+        step = min(self._step or min(failed[mistake], PLACE), self._last)
+        more = not self._is_last and step < self._last
         hint = find(self._number, mistake) if mistake else None
-        lines = list(hint[QUESTION - 1 : min(self._step, PLACE)]) if hint else []
-        if self._step == SOLUTION:
+        lines = list(hint[QUESTION - 1 : min(step, PLACE)]) if hint else []
+        if step == SOLUTION:
             return [*lines, "A solution:", solutions()[self._number]["solution"]]
-        if self._more and self._step == PLACE:
+        if more and step == PLACE:
             lines.append("Pass hint=4 for a solution.")
-        elif self._more and hint:
-            lines.append(f"Check again for a hint, or pass hint={self._step + 1}.")
+        elif more and hint:
+            lines.append(f"Check again for a hint, or pass hint={step + 1}.")
         return lines

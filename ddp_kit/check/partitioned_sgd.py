@@ -242,7 +242,8 @@ def _moved(rank: int, world_size: int, k_means: Callable, given: Sequence[tuple]
 
 @compared("3.a", "DataPartitioner(data, sizes)")
 def _partition(rank: int, world_size: int, partitioner: Callable) -> list[list[int]]:
-    return partitioner(range(17), [1 / world_size] * world_size).partitions
+    sizes = [2 / (world_size + 1), *[1 / (world_size + 1)] * (world_size - 1)]
+    return partitioner(range(17), sizes).partitions
 
 
 @compared("3.b", "average_gradients(model)")

@@ -56,29 +56,6 @@ RAISED = {
 }
 
 
-@exercise(
-    "17.2",
-    "backward(stage, x, target, m)",
-    where="on 1, 2, 3 and 4 ranks",
-    on_failure={RankError: RAISED, DeadlockError: "not sent"},
-    collectives=False,
-    cases=((2, 2), (3, 4), (1, 2), (4, 3)),  # ranks and micro-batches
-    part=lambda case: by_size([2, 3, 1, 4])(case[0]),
-)
-def _backward(grader: Grader, p: int, m: int) -> None:
-    found = list(grader.run(_train, m, world_size=p, case=f"backward(stage, x, target, {m})"))
-    wanted = _alone(p, m)
-    mistakes = {
-        "not divided": _scaled(wanted, [m] * p),
-        "divided on every rank": _scaled(wanted, [m ** -(p - 1.0 - rank) for rank in range(p)]),
-        "gradients cleared": _scaled(_alone(p, m, first=m - 1), [1 / m] * p),
-        "no backward": not any(gradient.any() for of in found for gradient in of),
-        "wrong gradient sent": p > 1 and same(wanted[-1], found[-1]),
-        "other loss": True,
-    }
-    grader.compare(wanted, found, mistakes, place=" in the gradients of its stage")
-
-
 def _stage(rank: int) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(rank)
@@ -92,6 +69,17 @@ def _data(m: int) -> tuple[torch.Tensor, torch.Tensor]:
     return inputs, targets
 
 
+@compared(
+    "17.2",
+    "backward(stage, x, target, m)",
+    where="on 1, 2, 3 and 4 ranks",
+    on_failure={RankError: RAISED, DeadlockError: "not sent"},
+    collectives=False,
+    cases=((2, 2), (3, 4), (1, 2), (4, 3)),  # ranks and micro-batches
+    call=lambda p, m: f"backward(stage, x, target, {m})",
+    part=lambda case: by_size([2, 3, 1, 4])(case[0]),
+    spare=None,
+)
 def _train(rank: int, world_size: int, backward: Callable, m: int) -> list[torch.Tensor]:
     """Run GPipe: the forwards keep the inputs, and the answer does each backward."""
     stage, kept = _stage(rank), []
@@ -108,22 +96,6 @@ def _train(rank: int, world_size: int, backward: Callable, m: int) -> list[torch
     for x, target in zip(kept, targets, strict=True):
         backward(stage, x, target, m)
     return [torch.zeros_like(p) if p.grad is None else p.grad for p in stage.parameters()]
-
-
-def _alone(p: int, m: int, first: int = 0) -> list[list[torch.Tensor]]:
-    """Return the gradients of each stage, computed in one process.
-
-    first: the micro-batches before this one are left out.
-    """
-    stages = [_stage(rank) for rank in range(p)]
-    inputs, targets = (each[first:] for each in _data(m))
-    (nn.Sequential(*stages)(inputs) - targets).square().mean().backward()
-    return [[q.grad for q in stage.parameters()] for stage in stages]
-
-
-def _scaled(stages: list[list[torch.Tensor]], factors: list) -> list[list[torch.Tensor]]:
-    pairs = zip(stages, factors, strict=True)
-    return [[factor * gradient for gradient in of] for of, factor in pairs]
 
 
 def _rounding(case: tuple[int, float]) -> str:
@@ -183,7 +155,7 @@ def _forward(rank: int, world_size: int, by_hand: Callable) -> dict:
         "the inputs": [x.detach() for x in inputs],
         "the outputs": [y.detach() for y in outputs],
         "requires_grad of the inputs": [x.requires_grad for x in inputs],
-        "the boxes": _boxes(pipeline.cells),
+        "the cells": _recorded(pipeline.cells),
     }
 
 
@@ -194,7 +166,7 @@ def _backward_by_hand(rank: int, world_size: int, by_hand: Callable) -> dict:
     for i in range(2):
         tokens, targets = x, _ = _micro_batch(i)
         if rank > 0:
-            x = pipeline.receive(tokens.shape, rank - 1, i).requires_grad_()
+            x = pipeline.receive(tokens.shape, rank - 1).requires_grad_()
         y = stage(x)
         if rank < last:
             pipeline.send(y.detach(), rank + 1, i)
@@ -205,8 +177,8 @@ def _backward_by_hand(rank: int, world_size: int, by_hand: Callable) -> dict:
     return {
         "the gradients of its stage": [parameter.grad for parameter in stage.parameters()],
         "what it returned": returned,
-        "the boxes": _boxes(pipeline.cells),
-        "the messages, (dst, tag), that are not finished": kept,
+        "the cells": _recorded(pipeline.cells),
+        "the messages, (dst, micro-batch), that are not finished": kept,
     }
 
 
@@ -226,7 +198,7 @@ def _loss(y: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return (y.sum(-1) - targets).square().mean() / 2
 
 
-def _boxes(cells: list) -> str:
+def _recorded(cells: list) -> str:
     return " ".join(f"{cell.kind}{cell.micro_batch}" for cell in cells)
 
 
@@ -299,8 +271,7 @@ def _run_steps(rank: int, world_size: int, run_steps: Callable) -> dict:
 def _v_order(rank: int, p: int) -> list[tuple[str, int, int]]:
     """Return the steps of a rank with the stages `down` and `up`, for two micro-batches."""
     down, up = rank, 2 * p - 1 - rank
-    middle = [("I", 0, up), ("F", 1, down)]  # rank 1 wants its gradient first, which comes second
-    middle = middle[::-1] if rank == 0 else middle
+    middle = [("F", 1, down), ("I", 0, up)]
     if rank == p - 1:
         middle = [("I", 0, up), ("I", 0, down), ("F", 1, down)]
     order = [("F", 0, down), ("F", 0, up), *middle, ("W", 0, up), ("F", 1, up), ("I", 1, up)]
@@ -323,20 +294,13 @@ def _schedule(grader: Grader) -> Score:
                     fact = f"rank {rank} has {then}{i} before {first}{i}"
                     grader.fail("wrong order", fact, hint="halves swapped")
     _check_held(grader, rows)
-    left, cells = [list(row) for row in rows], [[] for _ in rows]
-    ends: dict[tuple[str, int, int], int] = {}
-    while any(left):
-        waiting = {rank: _missing(rank, *row[0], ends) for rank, row in enumerate(left) if row}
-        rank = next((rank for rank, missing in waiting.items() if not missing), None)
-        if rank is None:
-            facts = [f"rank {r} waits with {_name(left[r][0])}: {w}" for r, w in waiting.items()]
-            grader.fail("this order never ends", *facts, hint="never ends")
-        kind, i = left[rank].pop(0)
-        start = max([0, *(ends[need] for need in _needs(rank, kind, i))])
-        start = max(start, cells[rank][-1].end if cells[rank] else 0)
-        cells[rank].append(Span(rank, start, start + 1, f"{kind}{i}"))
-        ends[kind, i, rank] = start + 1
-    return Score(max(ends.values()), [span for row in cells for span in row])
+    steps = [[(kind, i, rank) for kind, i in row] for rank, row in enumerate(rows)]
+    try:
+        cells = [cell for row in lesson.simulate(steps) for cell in row]
+    except ValueError as error:
+        grader.fail(str(error), hint="never ends")
+    spans = [Span(c.stage, int(c.start), int(c.end), f"{c.kind}{c.micro_batch}") for c in cells]
+    return Score(max(span.end for span in spans), spans)
 
 
 def _rows(grader: Grader, found: Any) -> list[list[tuple[str, int]]]:
@@ -365,18 +329,6 @@ def _check_held(grader: Grader, rows: list[list[tuple[str, int]]]) -> None:
             if held > MOST:
                 fact = f"rank {rank} holds {held} micro-batches when it begins F{i}"
                 grader.fail(f"more than {MOST} are held", fact, hint="too many held")
-
-
-def _needs(rank: int, kind: str, i: int) -> list[tuple[str, int, int]]:
-    if kind == "F":
-        return [("F", i, rank - 1)] if rank else []
-    own = ("F" if kind == "I" else "I", i, rank)
-    return [own, ("I", i, rank + 1)] if kind == "I" and rank < RANKS - 1 else [own]
-
-
-def _missing(rank: int, kind: str, i: int, ends: dict) -> str:
-    needed = [need for need in _needs(rank, kind, i) if need not in ends]
-    return " and ".join(f"{of}{number} of rank {other}" for of, number, other in needed)
 
 
 def _name(step: tuple[str, int]) -> str:

@@ -93,9 +93,18 @@ class Ranks:
         if self._failure:
             raise self._failure
 
+    @property
+    def _own(self) -> int:
+        """Return which rank calls."""
+        if not hasattr(self._here, "rank"):
+            text = "it communicates in a thread of its own, whose turn this check cannot choose"
+            self._failure = self._failure or Failed("", text)
+            raise SystemExit  # with which a thread ends in silence
+        return self._here.rank
+
     def pause(self, work: Work | None = None) -> None:
         """Let another rank go on, and return in this rank's next turn, after the work is done."""
-        rank = self._here.rank
+        rank = self._own
         self._waiting[rank] = work
         self._back.release()
         self._begin(rank)
@@ -152,13 +161,13 @@ class Ranks:
         def isend(
             tensor: Any, dst: Any = None, group: Any = None, tag: int = 0, **more: Any
         ) -> Any:
-            key = self._here.rank, more.get("group_dst", dst), tag
+            key = self._own, more.get("group_dst", dst), tag
             return self._post(self._sends, tensor, key)
 
         def irecv(
             tensor: Any, src: Any = None, group: Any = None, tag: int = 0, **more: Any
         ) -> Any:
-            key = more.get("group_src", src), self._here.rank, tag
+            key = more.get("group_src", src), self._own, tag
             return self._post(self._recvs, tensor, key)
 
         def recv(tensor: torch.Tensor, src: int | None = None, *args: Any, **more: Any) -> Any:
@@ -176,7 +185,7 @@ class Ranks:
             recv=recv,
             P2POp=Operation,
             batch_isend_irecv=batch,
-            get_rank=lambda group=None: self._here.rank,
+            get_rank=lambda group=None: self._own,
             get_world_size=lambda group=None: self._world_size,
         ):
             yield
@@ -187,7 +196,7 @@ class Ranks:
             raise ValueError("here each send and recv must name the other rank")
         if not (0 <= key[0] < self._world_size and 0 <= key[1] < self._world_size):
             raise ValueError(f"there is no rank {max(key[:2], key=abs)}")
-        work = Work(self, self._here.rank, tensor, key)
+        work = Work(self, self._own, tensor, key)
         queues[key].append(work)
         return work
 

@@ -139,10 +139,6 @@ def _parallelize(rank: int, n: int, parallelize: Callable) -> dict:
     x = mine.chunk(TENSOR_RANKS, dim=1)[mesh["tp"].get_local_rank()].clone().requires_grad_()
     y = block(x)
     y.square().sum().backward()
-    gradients = {f"{name}.grad": _whole(p.grad) for name, p in block.named_parameters()}
+    gradients = {f"{name}.grad": lesson.whole(p.grad) for name, p in block.named_parameters()}
     output = y.to_local() if isinstance(y, DTensor) else y
     return {"its positions of the output": output.detach(), "x.grad": x.grad, **gradients}
-
-
-def _whole(tensor: Any) -> Any:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -65,10 +65,10 @@ LESSONS = Path(__file__).parents[1] / "lessons"
 HINTS_PAGE = """# The hints of the checks
 
 If an answer is wrong, its check says on how many ranks, which rank holds what, and what it should
-hold. The next check that fails also asks a *question*, and the one after that says where to look,
-the *place*. `kit.check.exercise_4_1(reduce_scatter, hint=3)` says both at once, and `hint=4` a
-solution. With `DDP_KIT_HINTS=2` in the environment of the notebook, nobody gets further than the
-question.
+hold. The next check that finds this mistake also asks a *question*, and the one after that says
+where to look, the *place*. `kit.check.exercise_4_1(reduce_scatter, hint=3)` says both at once, and
+`hint=4` a solution. With `DDP_KIT_HINTS=2` in the environment of the notebook, nobody gets
+further than the question.
 
 This page is made from the files `ddp_kit/check/*.ini`.
 """

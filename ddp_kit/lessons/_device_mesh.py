@@ -14,11 +14,9 @@ from collections import Counter
 from contextlib import suppress
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
-from ddp_kit import compare, device
-from ddp_kit.errors import PoolError
+from ddp_kit import compare
 from ddp_kit.lessons._launch import Ranks, lesson_main, prove
 from ddp_kit.notebook.controls import Explorer
 from ddp_kit.trace import Trace
@@ -67,118 +65,51 @@ def sent_by_tcp() -> Counter[int]:
     return sent
 
 
-def part_on_mesh(at, mesh, kinds, rows, columns) -> torch.Tensor:
-    """Return what the rank at a place of a mesh holds of a matrix: `own_part` in each dimension.
-
-    If the matrix is partial, it is a power of ten times the rank's part of the numbered matrix.
-    """
-    part, summand = lesson.numbered(rows, columns), 0
-    for place, n, placement in zip(at, mesh, kinds, strict=True):
-        if isinstance(placement, Shard):
-            part = lesson.pieces(part, placement.dim, n)[place].clone()
-        elif isinstance(placement, Partial):
-            summand = summand * n + place
-    return 10.0**summand * part
-
-
-def sum_of_parts(mesh, kinds) -> float:
-    """Return how many times the numbered matrix the parts of `part_on_mesh` add up to."""
-    partial = [n for n, placement in zip(mesh, kinds, strict=True) if placement == Partial()]
-    return sum(10.0**summand for summand in range(math.prod(partial)))
-
-
-def redistribute_on_mesh(rank, world_size, mesh_shape, before, after, rows=4, columns=4):
-    """Change the placements of a matrix on a mesh; return this rank's part before and after."""
-    mesh = init_device_mesh(device().type, mesh_shape, mesh_dim_names=("dp", "tp"))
-    local = part_on_mesh(mesh.get_coordinate(), mesh_shape, before, rows, columns)
-    whole = {"shape": torch.Size([rows, columns]), "stride": (columns, 1)}
-    tensor = DTensor.from_local(local, mesh, before, **whole)
-    return {"before": local, "after": tensor.redistribute(placements=after).to_local()}
-
-
 def explore(
     before: str = "Shard(0)",
     after: str = "Replicate()",
     world_size: int = 4,
     rows: int = 4,
     columns: int = 4,
-    dp: int = 1,
-    before_dp: str = "Replicate()",
-    after_dp: str = "Replicate()",
 ) -> Explorer:
     """Redistribute a matrix, and draw which rank holds which part of it, before and after.
 
-    before, after: placements, as in "Shard(0)". dp: 1, or 2 for a mesh of two dimensions, dp and
-    tp. Then `before` and `after` are along tp, `before_dp` and `after_dp` along dp. In JupyterLab,
-    controls follow. Raises PoolError for an invalid choice.
+    before, after: placements, as in "Shard(0)". In JupyterLab, controls follow. Raises PoolError
+    for an invalid choice.
     """
+    names, several = tuple(PLACEMENTS), range(1, 9)
+    options = {"before": names, "after": names[:-1], "world_size": several}
+    options |= {"rows": several, "columns": several}
     chosen = {"before": before, "after": after, "world_size": world_size}
-    chosen |= {"rows": rows, "columns": columns}
-    chosen |= {"dp": dp, "before_dp": before_dp, "after_dp": after_dp}
+
+    def ask(settings: dict) -> tuple:
+        placements = [PLACEMENTS[settings[when]] for when in ("before", "after")]
+        return lesson.by_dtensor, *placements, settings["rows"], settings["columns"]
+
     return Explorer(
         "device_mesh",
-        chosen,
-        _choices,
-        ask=_ask,
+        chosen | {"rows": rows, "columns": columns},
+        choices=lambda settings: options,
+        ask=ask,
         draw=_draw,
-        idle=lambda settings: {"before_dp", "after_dp"} if settings["dp"] == 1 else set(),
     )
-
-
-def _choices(settings: dict) -> dict:
-    names, several = tuple(PLACEMENTS), range(1, 9)
-    dps = range(1, 2 if settings["world_size"] % 2 else 3)
-    kinds = {"before": names, "after": names[:-1], "world_size": several}
-    kinds |= {"rows": several, "columns": several}
-    return kinds | {"dp": dps, "before_dp": names, "after_dp": names[:-1]}
-
-
-def _ask(settings: dict) -> tuple:
-    before, after = (_placed(settings, when) for when in ("before", "after"))
-    shape = settings["rows"], settings["columns"]
-    if settings["dp"] == 1:
-        return lesson.by_dtensor, *before, *after, *shape
-    if {type(placement) for placement in before} == {Partial, Shard}:
-        raise PoolError(
-            "before and before_dp must not be Partial() and Shard(), because a piece of a "
-            f"summand cannot be drawn, got {_text(before)}"
-        )
-    return redistribute_on_mesh, _mesh_of(settings), before, after, *shape
 
 
 def _draw(result, settings: dict):
     from ddp_kit import plot  # ranks do not need it
 
-    mesh, start = _mesh_of(settings), _placed(settings, "before")
-    whole = sum_of_parts(mesh, start) * lesson.numbered(settings["rows"], settings["columns"])
+    whole = lesson.numbered(settings["rows"], settings["columns"])
+    if settings["before"] == "Partial()":
+        whole = sum_of_parts(len(result)) * whole
     nbytes = sum(row.sent for row in result.trace.summary(rank=0).rows)
-    times = Counter(collectives(result.trace))
-    calls = [name if many == 1 else f"{many} x {name}" for name, many in times.items()]
-    sent = f"{', '.join(calls) or 'nothing is sent'}, {nbytes:,} bytes sent by rank 0"
-    moments = {when: _text(_placed(settings, when)) for when in result[0]}
-    if len(mesh) == 1:
-        title = f"{moments['before']} to {moments['after']}: {sent}"
-        return plot.placements(result, whole, title=title)
-    held = [{f"{when}: {moments[when]}": rank[when] for when in moments} for rank in result]
-    title = f"{mesh[0]} x {mesh[1]} ranks: {sent.replace('redistribute ', '')}"
-    return plot.placements(held, whole, mesh, ("dp", "tp"), title)
+    called = ", ".join(collectives(result.trace)) or "nothing is sent"
+    title = f"{settings['before']} to {settings['after']}: {called}, {nbytes:,} bytes"
+    return plot.placements(result, whole, title=f"{title} sent by rank 0")
 
 
-def _placed(settings: dict, when: str) -> list[Placement]:
-    used = [when] if settings["dp"] == 1 else [f"{when}_dp", when]
-    return [PLACEMENTS[settings[name]] for name in used]
-
-
-def _mesh_of(settings: dict) -> tuple[int, ...]:
-    n, dp = settings["world_size"], settings["dp"]
-    return (n,) if dp == 1 else (dp, n // dp)
-
-
-def _text(kinds: list[Placement]) -> str:
-    """Return placements as a learner writes them: "Shard(0)", or a list for several."""
-    names = {placement: name for name, placement in PLACEMENTS.items()}
-    text = ", ".join(names[placement] for placement in kinds)
-    return text if len(kinds) == 1 else f"[{text}]"
+def sum_of_parts(n: int) -> float:
+    """Return how many times the matrix the parts of `own_part` add up to if it is partial."""
+    return sum(10.0**rank for rank in range(n))
 
 
 @lesson_main("device_mesh")
@@ -198,7 +129,7 @@ def main(ranks: Ranks) -> str:
 def _prove_change(ranks, before: Placement, after: Placement, shape: tuple[int, int]) -> None:
     """Prove that both ways of a change are right, and send what the formula says."""
     n = ranks.world_size
-    total = sum_of_parts((n,), [before])
+    total = sum_of_parts(n) if before == Partial() else 1
     expected = [total * lesson.own_part(rank, n, after, *shape) for rank in range(n)]
     for worker in (lesson.by_hand, lesson.by_dtensor):
         by_hand = worker is lesson.by_hand
@@ -218,15 +149,18 @@ def _prove_change(ranks, before: Placement, after: Placement, shape: tuple[int, 
 def _prove_mesh(ranks, rows: int) -> None:
     """Prove that a mesh has the groups made by hand, and that tensors are cut along both."""
     mesh = (rows, ranks.world_size // rows)
-    for _, members, same, _ in ranks(lesson.who_am_i, rows):
+    for _, members, same in ranks(lesson.who_am_i, rows):
         prove("a mesh has the groups made by hand", members == same)
-    places = [divmod(rank, mesh[1]) for rank in range(ranks.world_size)]
     for kinds in itertools.product([Shard(0), Shard(1), Replicate()], repeat=2):
-        expected = [part_on_mesh(at, mesh, kinds, 5, 6) for at in places]
-        result = ranks(lesson.on_mesh, mesh, list(kinds), 5, 6)
-        for way in ("by hand", "DTensor"):
-            claim = f"{kinds} are cut {way} as in one process"
-            prove(claim, compare([held[way] for held in result], expected))
+        expected = []
+        for rank in range(ranks.world_size):
+            part = lesson.numbered(5, 6)
+            for place, n, placement in zip(divmod(rank, mesh[1]), mesh, kinds, strict=True):
+                if isinstance(placement, Shard):
+                    part = lesson.pieces(part, placement.dim, n)[place]
+            expected.append(part)
+        held = ranks(lesson.on_mesh, mesh, list(kinds), 5, 6)
+        prove(f"{kinds} are cut as in one process", compare(list(held), expected))
 
 
 def _prove_product(ranks) -> None:

@@ -4,10 +4,14 @@
                Using Megatron-LM" (2021), https://arxiv.org/abs/2104.04473, table 1
     LLAMA_3    Grattafiori et al., "The Llama 3 Herd of Models" (2024),
                https://arxiv.org/abs/2407.21783, table 4; sizes from table 3
+    HELD_OUT   benchmarks/llama3_h100_202412_torchtitan.md and docs/performance.md (A100, 2024) in
+               https://github.com/pytorch/torchtitan; Korthikanti et al., "Reducing Activation
+               Recomputation in Large Transformer Models" (2022), https://arxiv.org/abs/2205.05198,
+               tables 3 and 5; and the GPT with autocast in tests/benchmarks/GPU.md
 
 What the papers do not say is assumed: in Megatron's, that a micro-batch is one sequence, that
 gradients have 2 bytes, and how many chunks a stage has; in Llama's, how many chunks, and that
-gradients are reduced once in a step.
+gradients are reduced once in a step; in torchtitan's with a pipeline, 8 micro-batches.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from __future__ import annotations
 import logging
 from collections import Counter, namedtuple
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -24,8 +29,9 @@ from ddp_kit import compare, device, model
 from ddp_kit.lessons._gpt import batches, loss_of, make_gpt, part_of
 from ddp_kit.lessons._launch import Ranks, lesson_main, prove
 from ddp_kit.lessons.device_mesh import pieces
+from ddp_kit.lessons.pipeline_parallel import of_each_rank
 from ddp_kit.lessons.zero import ADAM, BATCH, SGD, filled_bytes, memory, train_alone
-from ddp_kit.model import Accelerator, Cluster, Link, Plan, Transformer
+from ddp_kit.model import DGX_A100, DGX_H100, Accelerator, Cluster, Link, Plan, Transformer
 from ddp_kit.notebook.controls import Explorer
 from ddp_kit.trace.bytes_sent import bytes_sent
 
@@ -55,6 +61,67 @@ LLAMA_3 = [
 ]
 FLOAT32_GRADIENTS = model.Precision(2, 4, 12, 2)  # as in Llama 3
 
+LLAMA = {"gated": True, "tied": False, "positions": False}
+LLAMA |= {"linear_bias": False, "norm_bias": False}
+LLAMA_8B = Transformer(32, 4096, 32, 128256, 8192, kv_heads=8, inner=14336, **LLAMA)
+LLAMA_70B = Transformer(80, 8192, 64, 128256, 8192, kv_heads=8, inner=28672, **LLAMA)
+LLAMA_405B = Transformer(126, 16384, 128, 128256, 8192, kv_heads=8, inner=53248, **LLAMA)
+
+# FSDP with float32 parameters, gathered and computed with in bfloat16.
+TORCHTITAN = model.Precision(4, 4, 8, 2)
+_H100_96GB = replace(DGX_H100.accelerator, memory=96e9, bandwidth=2.4e12)
+GRAND_TETON = replace(DGX_H100, accelerator=_H100_96GB)
+
+
+class Published(NamedTuple):
+    """A run that nothing was fitted to. seconds: of a step. memory: GiB. None: not published."""
+
+    name: str
+    model: Transformer
+    plan: Plan
+    cluster: Cluster
+    precision: model.Precision
+    seconds: float | None
+    memory: float | None
+
+
+def _torchtitan(name, transformer, plan, cluster, tokens, memory):
+    """tokens: per second and GPU; None: in 8 bits, which the model does not know."""
+    seconds = tokens and plan.batch * transformer.context / plan.ranks / tokens
+    return Published(name, transformer, plan, cluster, TORCHTITAN, seconds, memory)
+
+
+def _korthikanti(name, layers, width, heads, pp, gpus, batch, chunks, seconds):
+    transformer = Transformer(layers, width, heads, 51_200, 2_048, dropout=True)
+    size = 4 if pp == 1 else 1
+    plan = Plan(1, 0, 8, pp, 1, batch // size, size, chunks, "attention", flash=False)
+    return Published(name, transformer, plan, DGX_A100, model.MIXED, seconds, None)
+
+
+# 405 billion parameters are 128 layers here, because 126 cannot be cut into 8 stages.
+_CUT_405B = replace(LLAMA_405B, layers=128)
+_SELECTIVE = {"zero": 3, "recompute": "selective"}
+_3D = {"dp": 8, "zero": 3, "tp": 8, "pp": 8, "micro_batches": 8, "micro_batch": 4}
+_GPT = Transformer(24, 2048, 16, 50_304, 2_048, linear_bias=False)
+HELD_OUT = [
+    Published("1.3B", _GPT, Plan(micro_batch=4), DGX_H100, TORCHTITAN, 0.166, 36.1),
+    _torchtitan("8B", LLAMA_8B, Plan(8, micro_batch=2, **_SELECTIVE), GRAND_TETON, 6667, 77.0),
+    _torchtitan("8B", LLAMA_8B, Plan(64, **_SELECTIVE), DGX_A100, 2973, None),
+    _torchtitan("8B", LLAMA_8B, Plan(128, micro_batch=2, **_SELECTIVE), GRAND_TETON, 6514, 62.0),
+    _torchtitan("70B", LLAMA_70B, Plan(64, 3, recompute="full"), DGX_A100, 331, None),
+    _torchtitan(
+        "70B", LLAMA_70B, Plan(32, 3, 8, micro_batch=16, recompute="full"), GRAND_TETON, None, 71.9
+    ),
+    _torchtitan("405B", _CUT_405B, Plan(recompute="full", **_3D), GRAND_TETON, None, 82.5),
+    _torchtitan(
+        "405B", _CUT_405B, Plan(recompute="full", chunks=2, **_3D), GRAND_TETON, None, 72.7
+    ),
+    _korthikanti("22B", 48, 6144, 64, 1, 8, 4, 1, 1.10),
+    _korthikanti("175B", 96, 12288, 96, 8, 64, 64, 3, 13.75),
+    _korthikanti("530B", 105, 20480, 128, 35, 280, 280, 3, 37.83),
+    _korthikanti("1T", 128, 25600, 160, 64, 512, 512, 1, 71.49),
+]
+
 SMALL = Transformer(2, 64, 4, 128, 64, linear_bias=False)  # the GPT of the lessons
 # Of a block: dimension 0 of a Linear's weight is its output, so 0 means column parallel.
 CUT = {"query": 0, "key": 0, "value": 0, "out": 1, "up": 0, "down": 1}
@@ -74,9 +141,7 @@ def megatron(row, chunks=1):
 
 def llama(row, chunks=1):
     """Return the model and the plan of a row. Nothing is recomputed, as in the paper."""
-    sizes = {"kv_heads": 8, "inner": 53_248, "gated": True, "tied": False, "positions": False}
-    bare = {"linear_bias": False, "norm_bias": False}
-    transformer = Transformer(126, 16_384, 128, 128_256, row.context, **sizes, **bare)
+    transformer = replace(LLAMA_405B, context=row.context)
     # The paper shards gradients, too, which is stage 2; stage 1 reduces them once in a step.
     return transformer, Plan(row.dp, 1, row.tp, row.pp, row.cp, row.batch, 1, chunks)
 
@@ -140,7 +205,13 @@ def hold(rank, world_size, tp=2, recompute=False, dtype=None):
         loss.backward()
         note("after backward")
         optimizer.step()
-    return moments, {name: p.full_tensor().detach() for name, p in gpt.named_parameters()}
+    return moments, {name: part.full_tensor() for name, part in gpt.state_dict().items()}
+
+
+def brief(comparison):
+    """Return a comparison as a few words if the values are equal, else as it is."""
+    small = comparison.equal and comparison.max_error < 1e-5
+    return "equal up to 1e-5" if small else str(comparison)
 
 
 def calls_along(trace, tp):
@@ -152,6 +223,45 @@ def calls_along(trace, tp):
             along = "tp" if len(ranks) == tp and ranks[-1] - ranks[0] == tp - 1 else "dp"
             found[along][event.op] += round(bytes_sent(event))
     return found
+
+
+def sent_along(trace, pp, tp):
+    """Return the bytes that rank 0 sent along each dimension of a mesh of dp x pp x tp ranks."""
+    sent, strides = Counter(), {tp * pp: "dp", tp: "pp", 1: "tp"}
+    for event in trace:
+        if event.rank == 0 and event.op != "new_group":
+            first, second, *_ = event.group.ranks
+            sent[strides[second - first]] += round(bytes_sent(event))
+    return sent
+
+
+def held_parameters(transformer):
+    """Return the parameters of rank 0 in `train_3d`: half of the layers, each cut in two."""
+    layer = transformer.layer_weights / 2 + transformer.layer_vectors
+    return transformer.layers / 2 * layer + transformer.embeddings
+
+
+def name_by_model(parameters, stage, blocks=2):
+    """Return parameters of a stage of `blocks` blocks by their names in the whole model."""
+
+    def whole(name):
+        _, index, rest = name.split(".", 2)
+        return f"blocks.{stage * blocks + int(index)}.{rest}"
+
+    return {
+        whole(name) if name.startswith("blocks.") else name: p for name, p in parameters.items()
+    }
+
+
+def train_larger_alone(steps=2):
+    """Return the parameters of one process that trains the GPT of `train_3d` on whole batches."""
+    gpt = make_gpt(lesson.LARGER).double()
+    optimizer = SGD(gpt.parameters())
+    for batch in batches(24, steps):
+        optimizer.zero_grad()
+        loss_of(gpt, *batch).backward()
+        optimizer.step()
+    return {name: parameter.detach() for name, parameter in gpt.named_parameters()}
 
 
 def bytes_along(dp, tp):
@@ -215,7 +325,11 @@ def main(ranks: Ranks) -> str:
     kept, again = (list(ranks(hold, tp, recompute)) for recompute in (False, True))
     same = compare([p for _, p in again], [p for _, p in kept], rtol=0, atol=0)
     prove("recomputation changes no bit", same)
-    return "FSDP x TP trains as one process and sends as planned"
+    pp = 2 if n % 4 == 0 else 1
+    found = list(ranks(lesson.train_3d, pp, tp, 2, 2))
+    alone = of_each_rank(train_larger_alone(), found)
+    prove("dp x pp x tp trains as one process does", compare(found, alone))
+    return "FSDP x TP sends as planned, and 3 ways train as one process does"
 
 
 from ddp_kit.lessons import which_one_when as lesson

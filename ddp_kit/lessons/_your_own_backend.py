@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from itertools import product
 from pathlib import Path
@@ -13,25 +12,6 @@ import torch.distributed as dist
 
 from ddp_kit import compare, model
 from ddp_kit.lessons._launch import Ranks, lesson_main, prove
-
-
-def connect(rank):
-    """Return a TCP connection of two ranks over the loopback."""
-    if rank == 0:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            server.settimeout(lesson.LIMIT)
-            lesson.tell_all(server.getsockname()[1])
-            line, _ = server.accept()
-    else:
-        line = socket.create_connection(("127.0.0.1", lesson.tell_all(None)))
-    line.settimeout(lesson.LIMIT)
-    return line
-
-
-def receive_all(line, room):
-    """Fill the room, a memoryview, with what arrives."""
-    while room:
-        room = room[line.recv_into(room) :]
 
 
 def this_host() -> str:

@@ -1,4 +1,4 @@
-# Made from notebooks/14_device_mesh.ipynb by `make editions`: edit that, not this. d0300da63911
+# Made from notebooks/14_device_mesh.ipynb by `make editions`: edit that, not this. 9f4c64f2d0b4
 """Device meshes: one tensor on many ranks."""
 
 import math
@@ -15,8 +15,6 @@ from ddp_kit.lessons._device_mesh import (
     collectives,
     explore,
     main,
-    part_on_mesh,
-    redistribute_on_mesh,
     sent_by_tcp,
     sum_of_parts,
 )
@@ -65,15 +63,15 @@ def shard_to_replicate(piece, dim, length, group=None):
     return torch.cat(parts, dim).narrow(dim, 0, length)
 
 
-def partial_to_replicate(summand, group=None):
-    total = summand.clone()
+def partial_to_replicate(partial, group=None):
+    total = partial.clone()
     dist.all_reduce(total, group=group)
     return total
 
 
-def partial_to_shard(summand, dim, group=None):
+def partial_to_shard(partial, dim, group=None):
     n, rank = dist.get_world_size(group), dist.get_rank(group)
-    parts = pieces(summand, dim, n)
+    parts = pieces(partial, dim, n)
     padded = [pad(part, dim, parts[0].shape[dim]) for part in parts]
     mine = torch.empty_like(padded[rank])
     dist.reduce_scatter(mine, padded, group=group)
@@ -137,12 +135,13 @@ def counted(rank, world_size, worker, before, after, size=1024):
     return (sent_by_tcp() - start).total()
 
 
-def count(worker, before, after, all_to_all):
-    result = kit.run(counted, worker, before, after, backend="gloo")
-    called = ", ".join(collectives(result.trace)[1:-1])  # without the barriers
-    formula = bytes_sent(before, after, (1024, 1024), 4, all_to_all)
-    times = f"{max(result) / formula:8.1f}" if formula else ""
-    return f"{before!r:13} to {after!r:14}{called or 'nothing':36}{formula:9,.0f}{times}"
+def count(worker, all_to_all):
+    for before, after in CHANGES:
+        result = kit.run(counted, worker, before, after, backend="gloo")
+        called = ", ".join(collectives(result.trace)[1:-1])  # without the barriers
+        formula = bytes_sent(before, after, (1024, 1024), 4, all_to_all)
+        ratio = f"ratio {max(result) / formula:.1f}" if formula else ""
+        print(f"{before!r:13} to {after!r:14} {called or 'nothing':36} {formula:9,.0f}  {ratio}")
 
 
 def by_dtensor(rank, world_size, before, after, rows=4, columns=4):
@@ -172,20 +171,12 @@ def who_am_i(rank, world_size, rows=2):
     by_hand = mesh_groups(rank, world_size, rows)
     members = {name: dist.get_process_group_ranks(mesh.get_group(name)) for name in by_hand}
     same = {name: dist.get_process_group_ranks(group) for name, group in by_hand.items()}
-    place = {name: mesh.get_local_rank(name) for name in by_hand}
-    numbers = torch.arange(2, device=kit.device())
-    held = distribute_tensor(numbers, mesh["dp"], [Shard(0)]).to_local().tolist()
-    return place, members, same, held
+    return {name: mesh.get_local_rank(name) for name in by_hand}, members, same
 
 
 def on_mesh(rank, world_size, mesh_shape, placements, rows=4, columns=4):
     mesh = init_device_mesh(kit.device().type, mesh_shape, mesh_dim_names=("dp", "tp"))
-    local = numbered(rows, columns)
-    for name, placement in zip(("dp", "tp"), placements, strict=True):
-        if isinstance(placement, Shard):
-            local = replicate_to_shard(local, placement.dim, mesh.get_group(name))
-    tensor = distribute_tensor(numbered(rows, columns), mesh, placements)
-    return {"by hand": local, "DTensor": tensor.to_local()}
+    return distribute_tensor(numbered(rows, columns), mesh, placements).to_local()
 
 
 def product(rank, world_size, left, right, size=4):

@@ -1,4 +1,4 @@
-# Made from notebooks/17_pipeline_parallel.ipynb by `make editions`: edit that, not this. f32f34c04314
+# Made from notebooks/17_pipeline_parallel.ipynb by `make editions`: edit that, not this. db23efda64fe
 """Pipeline parallelism: each rank has some of the layers."""
 
 import time
@@ -13,21 +13,15 @@ from torch.distributed.pipelining import PipelineStage
 import ddp_kit as kit
 from ddp_kit.lessons._launch import run_as_script
 from ddp_kit.lessons._pipeline_parallel import (
-    ADAM,
     BY_HAND,
     PYTORCH,
-    SGD,
     SIZE,
-    WAIT,
     Cell,
     boundary_bytes,
-    check_order,
     config_for,
-    explore,
     main,
     next_rank,
     of_each_rank,
-    pytorch_length,
     steps_of,
     train,
     train_alone,
@@ -37,9 +31,7 @@ from ddp_kit.lessons._pipeline_parallel import (
 class GPTStage(nn.Module):
     def __init__(self, model, index, count):
         super().__init__()
-        blocks, left = divmod(len(model.blocks), count)
-        if left:
-            raise ValueError(f"{len(model.blocks)} blocks cannot be cut into {count} equal stages")
+        blocks = len(model.blocks) // count
         self.blocks = model.blocks[index * blocks : (index + 1) * blocks]
         self.is_first, self.is_last = index == 0, index == count - 1
         if self.is_first:
@@ -55,12 +47,10 @@ class GPTStage(nn.Module):
         return self.head(self.norm(x)) if self.is_last else x
 
 
-def cut(batch, micro_batches):
-    if micro_batches < 1 or len(batch) % micro_batches:
-        raise ValueError(
-            f"{len(batch)} sequences cannot be cut into {micro_batches} equal micro-batches"
-        )
-    return batch.chunk(micro_batches)
+def cut(batch, m):
+    if len(batch) % m:
+        raise ValueError(f"{len(batch)} sequences cannot be cut into {m} equal micro-batches")
+    return batch.chunk(m)
 
 
 def mean_loss(m, logits, targets):
@@ -86,11 +76,11 @@ class Neighbours:
         self.sending = {}
 
     def send(self, tensor, dst, i):
-        self.sending[dst, i] = dist.isend(tensor, dst, tag=i), tensor
+        self.sending[dst, i] = dist.isend(tensor, dst), tensor
 
-    def receive(self, shape, src, i):
+    def receive(self, shape, src):
         tensor = torch.empty(*shape, self.width, device=kit.device())
-        dist.recv(tensor, src, tag=i)
+        dist.recv(tensor, src)
         return tensor
 
     def finish(self, *sent):
@@ -109,7 +99,7 @@ class ForwardByHand(Neighbours):
     def forward(self, i, tokens, targets, wait):
         x = tokens
         if not self.is_first:
-            x = self.receive(tokens.shape, self.rank - 1, i).requires_grad_()
+            x = self.receive(tokens.shape, self.rank - 1).requires_grad_()
         with cell(self.cells, "F", i, self.rank, wait):
             y = self.stage(x)
             if self.is_last:
@@ -124,7 +114,7 @@ class StageByHand(ForwardByHand):
         x, y = self.held.pop(i)
         gradient = None
         if not self.is_last:
-            gradient = self.receive(y.shape[:-1], self.rank + 1, i)
+            gradient = self.receive(y.shape[:-1], self.rank + 1)
             self.finish((self.rank + 1, i))
         with cell(self.cells, "B", i, self.rank, wait):
             y.backward(gradient)
@@ -135,10 +125,8 @@ class StageByHand(ForwardByHand):
 
 class Pipeline(StageByHand):
     def step(self, actions, tokens, targets, wait=0):
-        actions = list(actions)
-        check_order(actions)
         m = len(actions) // 2
-        micro_batches = list(zip(cut(tokens, m), cut(targets, m), strict=True))
+        micro_batches = list(zip(cut(tokens, m), cut(targets, m)))
         losses = []
         for kind, i in actions:
             if kind == "F":
@@ -194,21 +182,20 @@ def simulate(ranks):
 
 
 class RecordedStage(PipelineStage):
-    def __init__(self, *given, cells, wait=0):
+    def __init__(self, *given, cells):
         super().__init__(*given)
-        self.cells, self.wait = cells, wait
+        self.cells = cells
 
     def forward_one_chunk(self, fwd_chunk_id, *given, **named):
-        with cell(self.cells, "F", fwd_chunk_id, self.stage_index, self.wait):
+        with cell(self.cells, "F", fwd_chunk_id, self.stage_index, 0):
             return super().forward_one_chunk(fwd_chunk_id, *given, **named)
 
     def backward_one_chunk(self, bwd_chunk_id, loss=None, full_backward=True, **named):
-        kind = "B" if full_backward else "I"
-        with cell(self.cells, kind, bwd_chunk_id, self.stage_index, self.wait):
+        with cell(self.cells, "B" if full_backward else "I", bwd_chunk_id, self.stage_index, 0):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, **named)
 
     def backward_weight_one_chunk(self, bwd_chunk_id, **named):
-        with cell(self.cells, "W", bwd_chunk_id, self.stage_index, self.wait):
+        with cell(self.cells, "W", bwd_chunk_id, self.stage_index, 0):
             super().backward_weight_one_chunk(bwd_chunk_id, **named)
 
 

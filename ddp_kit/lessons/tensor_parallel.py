@@ -1,4 +1,4 @@
-# Made from notebooks/16_tensor_parallel.ipynb by `make editions`: edit that, not this. 49b0a42bf4dc
+# Made from notebooks/16_tensor_parallel.ipynb by `make editions`: edit that, not this. 2361a41f8108
 """Tensor parallelism: every layer on all ranks."""
 
 import torch
@@ -28,13 +28,12 @@ from ddp_kit.lessons._tensor_parallel import (
     LlamaBlock,
     SwiGLU,
     check_shares,
-    check_vocabulary,
     config_for,
+    draw_block,
     gather_parameters,
     held,
     main,
     own_places,
-    step_bytes,
     train_alone,
     uncut,
     ways,
@@ -54,19 +53,19 @@ class CopyToRegion(Function):
     def backward(ctx, gradient):
         total = gradient.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=ctx.group)
-        return (total, None)
+        return total, None
 
 
 class ReduceFromRegion(Function):
     @staticmethod
-    def forward(ctx, summand, group=None):
-        total = summand.clone(memory_format=torch.contiguous_format)
+    def forward(ctx, partial_sum, group=None):
+        total = partial_sum.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=group)
         return total
 
     @staticmethod
     def backward(ctx, gradient):
-        return (gradient, None)
+        return gradient, None
 
 
 TENSOR = (CopyToRegion, ReduceFromRegion)
@@ -79,7 +78,8 @@ def own_part(parameter, dim, group=None):
 class ColumnParallelLinear(nn.Module):
     def __init__(self, linear, enter=CopyToRegion, group=None):
         super().__init__()
-        self.enter, self.group, self.cut = (enter, group, {"weight": 0, "bias": 0})
+        self.enter, self.group = enter, group
+        self.cut = {"weight": 0, "bias": 0}
         self.weight = own_part(linear.weight, 0, group)
         self.bias = None if linear.bias is None else own_part(linear.bias, 0, group)
 
@@ -92,12 +92,13 @@ class ColumnParallelLinear(nn.Module):
 class RowParallelLinear(nn.Module):
     def __init__(self, linear, leave=ReduceFromRegion, group=None):
         super().__init__()
-        self.leave, self.group, self.cut = (leave, group, {"weight": 1})
-        self.weight, self.bias = (own_part(linear.weight, 1, group), linear.bias)
+        self.leave, self.group = leave, group
+        self.cut = {"weight": 1}
+        self.weight, self.bias = own_part(linear.weight, 1, group), linear.bias
 
     def forward(self, x):
-        summand = F.linear(x, self.weight)
-        y = self.leave.apply(summand, self.group)
+        partial_sum = F.linear(x, self.weight)
+        y = self.leave.apply(partial_sum, self.group)
         return y if self.bias is None else y + self.bias
 
 
@@ -128,8 +129,8 @@ def run_block(rank, world_size, cut, sequence=False, config=CONFIG):
 class VocabularyParallelEmbedding(nn.Module):
     def __init__(self, embedding, leave=ReduceFromRegion, group=None):
         super().__init__()
-        check_vocabulary(embedding.num_embeddings, dist.get_world_size(group))
-        self.leave, self.group, self.cut = (leave, group, {"weight": 0})
+        self.leave, self.group = leave, group
+        self.cut = {"weight": 0}
         self.weight = own_part(embedding.weight, 0, group)
         self.first = dist.get_rank(group) * len(self.weight)
 
@@ -193,16 +194,6 @@ def learn(
     return {"losses": losses, "parameters": gather_parameters(model)}
 
 
-class ForgottenCopy(CopyToRegion):
-    @staticmethod
-    def backward(ctx, gradient):
-        return (gradient, None)
-
-
-def forget(model):
-    cut_gpt(model, (ForgottenCopy, ReduceFromRegion))
-
-
 class GatherFromSequence(Function):
     @staticmethod
     def forward(ctx, part, group=None):
@@ -211,19 +202,19 @@ class GatherFromSequence(Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        return (partial_to_shard(gradient, 1, ctx.group), None)
+        return partial_to_shard(gradient, 1, ctx.group), None
 
 
 class ReduceScatterToSequence(Function):
     @staticmethod
-    def forward(ctx, summand, group=None):
+    def forward(ctx, partial_sum, group=None):
         ctx.group = group
-        return partial_to_shard(summand, 1, group)
+        return partial_to_shard(partial_sum, 1, group)
 
     @staticmethod
     def backward(ctx, gradient):
         length = gradient.shape[1] * dist.get_world_size(ctx.group)
-        return (shard_to_replicate(gradient, 1, length, ctx.group), None)
+        return shard_to_replicate(gradient, 1, length, ctx.group), None
 
 
 SEQUENCE = (GatherFromSequence, ReduceScatterToSequence)
@@ -233,12 +224,22 @@ def add_up_gradients(parameters, group=None):
     flat = torch.cat([parameter.grad.flatten() for parameter in parameters])
     dist.all_reduce(flat, group=group)
     sizes = [parameter.numel() for parameter in parameters]
-    for parameter, total in zip(parameters, flat.split(sizes), strict=True):
+    for parameter, total in zip(parameters, flat.split(sizes)):
         parameter.grad.copy_(total.view_as(parameter))
 
 
 def finish(model):
     add_up_gradients(uncut(model))
+
+
+class ForgottenCopy(CopyToRegion):
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
+def forget(model):
+    cut_gpt(model, (ForgottenCopy, ReduceFromRegion))
 
 
 def block_plan(sequence=False):
@@ -272,7 +273,6 @@ def gpt_plan(sequence=False):
 
 
 def parallelize(model, mesh, sequence=False):
-    check_shares(model, mesh.size())
     tied = model.head.weight is model.tokens.weight
     parallelize_module(model, mesh, gpt_plan(sequence))
     if tied:
@@ -304,13 +304,6 @@ def learn_with_plan(
         "losses": losses,
         "parameters": {name: whole(p).detach() for name, p in model.named_parameters()},
     }
-
-
-def run_with_plan(rank, world_size, leave_out=()):
-    check_shares(make_gpt(), world_size)
-    mesh = init_device_mesh(kit.device().type, (world_size,))
-    plan = {name: style for name, style in block_plan().items() if name not in leave_out}
-    return run_block(rank, world_size, lambda block: parallelize_module(block, mesh, plan))
 
 
 if __name__ == "__main__":

@@ -1,15 +1,13 @@
-# Made from notebooks/21_your_own_backend.ipynb by `make editions`: edit that, not this. c56aed8d1e50
+# Made from notebooks/21_your_own_backend.ipynb by `make editions`: edit that, not this. 3487a411edec
 """Your own backend: the ranks of a host share memory."""
 
 import copy
 import mmap
 import os
 import time
-from contextlib import closing
 from datetime import timedelta
 from functools import partial
 from itertools import product
-from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -22,11 +20,9 @@ from ddp_kit.lessons._your_own_backend import (
     Receive,
     all_gather,
     broadcast,
-    connect,
     join_anywhere,
     main,
     one_step,
-    receive_all,
     slowest,
     tell_by_store,
     this_host,
@@ -35,25 +31,6 @@ from ddp_kit.lessons._your_own_backend import (
     without_store,
 )
 from ddp_kit.lessons.partitioned_sgd import SEED, Net
-
-
-def through_a_socket(rank, world_size, nbytes, rounds=20):
-    message, arrived = torch.ones(nbytes, dtype=torch.uint8), bytearray(nbytes)
-    seconds = {"socket": [], "copy": []}
-    with closing(connect(rank)) as line:
-        for _ in range(rounds):
-            start = time.perf_counter()
-            if rank == 0:
-                line.sendall(message.numpy())
-                line.recv(1)
-            else:
-                receive_all(line, memoryview(arrived))
-                line.sendall(b"1")
-            middle = time.perf_counter()
-            message.clone()
-            seconds["socket"].append(middle - start)
-            seconds["copy"].append(time.perf_counter() - middle)
-    return {name: 1e3 * median(each) for name, each in seconds.items()}
 
 
 def create(nbytes):
@@ -102,6 +79,9 @@ LIMIT = 60.0  # seconds to wait for another rank
 ROOM = 4 * 2**20  # bytes of what a rank shares at once
 
 
+LINE = 64  # bytes of a cache line
+
+
 def spin(looks):
     pass
 
@@ -121,24 +101,16 @@ def give_way_then_nap(looks):
         time.sleep(50e-6)
 
 
-LINE = 64  # bytes of a cache line
-
-
-class Lines:
-    def __init__(self, memory, count):
+class Flags:
+    def __init__(self, memory, count, limit=LIMIT, pause=give_way_then_nap):
         self.numbers = memoryview(memory)[: count * LINE].cast("q")  # of 8 bytes each
+        self.limit, self.pause = limit, pause
 
     def __getitem__(self, line):
         return self.numbers[line * LINE // 8]
 
     def __setitem__(self, line, number):
         self.numbers[line * LINE // 8] = number
-
-
-class Flags(Lines):
-    def __init__(self, memory, count, limit=LIMIT, pause=give_way_then_nap):
-        super().__init__(memory, count)
-        self.limit, self.pause = limit, pause
 
     def wait(self, lines, number, what):
         looks, end = 0, time.monotonic() + self.limit
@@ -260,11 +232,8 @@ def pieces(*tensors):
 class BareGroup(dist.ProcessGroup):
     def __init__(self, store, rank, size, timeout):
         super().__init__(rank, size)
-        self.name, tell = "", partial(tell_by_store, store)
+        tell = partial(tell_by_store, store)
         self.segment = Segment(rank, size, tell, limit=timeout.total_seconds())
-
-    def getBackendName(self):
-        return "segment"
 
     def setGroupName(self, name):
         self.name = name
@@ -368,7 +337,7 @@ def ring_on_both(rank, world_size):
 BATCH = 128  # digits for all ranks together
 
 
-def train(rank, world_size, own=True, steps=30, join=join):
+def train(rank, world_size, own=True, steps=20, join=join):
     torch.manual_seed(SEED)
     group = join() if own else None
     model = DistributedDataParallel(Net().eval(), process_group=group)  # without dropout

@@ -3,7 +3,8 @@
 Sources: Rajbhandari et al., "ZeRO" (2020), https://arxiv.org/abs/1910.02054, for parameters,
 gradients and optimizer; Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
 Models" (2022), https://arxiv.org/abs/2205.05198, for activations, equation 2 and table 2, there
-with 16 bits, dropout and an MLP of 4 * width.
+with 16 bits, dropout and an MLP of 4 * width; torchtitan, https://arxiv.org/abs/2410.06511, for
+selective recomputation, and for what ZeRO keeps under a pipeline.
 """
 
 from __future__ import annotations
@@ -18,10 +19,13 @@ def memory(
 ) -> dict[str, float]:
     """Return the bytes of a rank by kind, at the moment in a step at which they are most.
 
-    stage: of the pipeline; None: the one that holds most. "gathered parameters" are those of two
-    layers, which stage 3 of ZeRO has whole: one computes, one is on its way. "recomputed
-    activations" are those of one layer in one micro-batch. Not counted: buffers of collectives,
-    temporary tensors, and what the allocator wastes.
+    stage: of the pipeline; None: the one that holds most. "gathered parameters" are what stage 3 of
+    ZeRO has whole: two layers, of which one computes and one is on its way, and all that is in no
+    layer. Under a pipeline, stages 2 and 3 reduce gradients once a step, and stage 3 keeps its
+    parameters gathered until then: else both would communicate in each micro-batch. "logits" are
+    those of the loss in backward, "recomputed activations" those of one layer in one micro-batch:
+    only the larger of the two counts, because they are never there together. Not counted: buffers
+    of collectives, temporary tensors, and what the allocator wastes.
 
     Raises ModelError if the model cannot be shared so, or there is no such stage.
     """
@@ -41,27 +45,33 @@ def _memory(
 ) -> dict[str, float]:
     layers, last = stages(transformer.layers, plan.pp)[stage], stage == plan.pp - 1
     layer = transformer.layer_weights / plan.tp + transformer.layer_vectors
-    parameters = layers * layer
-    if stage == 0:
-        parameters += _embedding(transformer, plan)
+    rest = _embedding(transformer, plan) if stage == 0 else 0.0
     if last:
-        parameters += transformer._norm
+        rest += transformer._norm
         if not (transformer.tied and plan.pp == 1):
-            parameters += transformer.head / plan.tp
+            rest += transformer.head / plan.tp
+    parameters = layers * layer + rest
+    gathered = rest + (min(layers, 2) if plan.pp == 1 else layers) * layer
     shared = plan.dp * plan.cp
     kept = activations(transformer, plan, precision)
     found = {
         "parameters": parameters * precision.parameters / (shared if plan.zero == 3 else 1),
-        "gathered parameters": min(layers, 2) * layer * precision.parameters * (plan.zero == 3),
-        "gradients": parameters * precision.gradients / (shared if plan.zero >= 2 else 1),
+        "gathered parameters": gathered * precision.activations * (plan.zero == 3),
+        "gradients": parameters * precision.gradients,
         "optimizer": parameters * precision.optimizer / (shared if plan.zero >= 1 else 1),
         "activations": _in_flight(plan, stage) * layers * kept,
+        "logits": 0.0,
         "recomputed activations": 0.0,
     }
-    if plan.recompute == "full":
+    if plan.zero >= 2 and plan.pp == 1:
+        found["gradients"] /= shared
+    if plan.recompute in ("selective", "full"):
         found["recomputed activations"] = _whole_layer(transformer, plan, precision)
     if last:
         found["activations"] += _head(transformer, plan, precision)
+        found["logits"] = _logits(transformer, plan, precision)
+        smaller = min("logits", "recomputed activations", key=found.__getitem__)
+        found[smaller] = 0.0
     return found
 
 
@@ -84,10 +94,18 @@ def _in_flight(plan: Plan, stage: int) -> float:
 
 def activations(transformer: Transformer, plan: Plan, precision: Precision = MIXED) -> float:
     """Return the bytes that a layer keeps of one micro-batch for its backward, on one rank."""
+    shared = plan.tp if plan.sequence_parallel else 1
     if plan.recompute == "full":
-        shared = plan.tp if plan.sequence_parallel else 1
-        return tokens(transformer, plan) * transformer.width * precision.activations / shared
-    return _whole_layer(transformer, plan, precision)
+        numbers = transformer.width / shared
+    elif plan.recompute == "selective":
+        # The input, and with tp what two reduce_scatters return; queries, values, the attention's
+        # output and the first product of the MLP; of three also the last, before it is reduced.
+        cut = 2 * transformer.width + transformer.kv_width + transformer.mlp_width
+        numbers = (3 if plan.tp > 1 else 1) * transformer.width / shared + cut / plan.tp
+        numbers += transformer.gated * transformer.width
+    else:
+        return _whole_layer(transformer, plan, precision)
+    return tokens(transformer, plan) * numbers * precision.activations
 
 
 def _whole_layer(transformer: Transformer, plan: Plan, precision: Precision) -> float:
@@ -124,10 +142,16 @@ def tokens(transformer: Transformer, plan: Plan) -> float:
 
 
 def _head(transformer: Transformer, plan: Plan, precision: Precision) -> float:
-    """Return what the last norm, the head and the loss keep of one micro-batch.
-
-    The loss keeps float32 logits.
-    """
+    """Return the bytes that the last norm and the head keep of one micro-batch."""
     shared = plan.tp if plan.sequence_parallel else 1
-    inputs = 2 * transformer.width * precision.activations / shared
-    return tokens(transformer, plan) * (inputs + 4 * transformer.vocabulary / plan.tp)
+    return tokens(transformer, plan) * 2 * transformer.width * precision.activations / shared
+
+
+def _logits(transformer: Transformer, plan: Plan, precision: Precision) -> float:
+    """Return the bytes of the logits when the loss goes backward, in float32 at least.
+
+    The log-probabilities that the loss has kept, their gradient, and the logits'; where the
+    vocabulary is cut, PyTorch's loss_parallel needs one more.
+    """
+    each = max(4.0, precision.activations) * (3 + (plan.tp > 1))
+    return tokens(transformer, plan) * each * transformer.vocabulary / plan.tp

@@ -8,7 +8,7 @@ from ddp_kit.errors import ModelError
 from ddp_kit.model.checks import check_count, check_times
 from ddp_kit.model.transformer import Transformer
 
-RECOMPUTE = ("none", "attention", "full")
+RECOMPUTE = ("none", "attention", "selective", "full")
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,10 @@ class Plan:
     micro_batch: sequences in a micro-batch of one of the dp groups. micro_batches: how many of them
     in a step. chunks: parts of the model on each stage of an interleaved pipeline, 1F1B if 1.
     recompute: "none"; "attention": what lies between queries and the output of the attention;
-    "full": a layer keeps its input only. flash: the attention keeps no scores. sequence_parallel:
-    the tp ranks also share what they would all keep of a sequence. overlap: dp communicates while
-    backward computes.
+    "selective": all but the input, the attention's output and every second matrix product, as in
+    torchtitan; "full": a layer keeps its input only. flash: the attention keeps no scores.
+    sequence_parallel: the tp ranks also share what they would all keep of a sequence. overlap: dp
+    communicates while backward computes.
 
     As text: "dp 8, ZeRO 3, 16 micro-batches of 1", without what is 1 or off.
 
@@ -70,8 +71,8 @@ class Plan:
         if self.zero not in (0, 1, 2, 3):
             raise ModelError(f"zero must be 0, 1, 2 or 3, got {self.zero!r}")
         if self.recompute not in RECOMPUTE:
-            kinds = "'none', 'attention' or 'full'"
-            raise ModelError(f"recompute must be {kinds}, got {self.recompute!r}")
+            kinds = ", ".join(map(repr, RECOMPUTE[:-1]))
+            raise ModelError(f"recompute must be {kinds} or 'full', got {self.recompute!r}")
 
     @property
     def ranks(self) -> int:

@@ -85,7 +85,7 @@ def plans(
     batch: int,
     precision: Precision = MIXED,
     micro_batch: Sequence[int] = (1, 2, 4),
-    recompute: Sequence[str] = ("none", "full"),
+    recompute: Sequence[str] = ("none", "selective", "full"),
     chunks: Sequence[int] = (1,),
     cp: Sequence[int] = (1,),
 ) -> Plans:
@@ -153,7 +153,8 @@ def _candidates(
                 dp = gpus // tp // pp // cp
                 options = product(range(4 if dp * cp > 1 else 1), micro_batch, recompute, chunks)
                 for zero, size, again, parts in options:
-                    if parts == 1 or pp > 1:
+                    # With a pipeline, stage 2 of ZeRO holds and sends what stage 1 does.
+                    if (parts == 1 or pp > 1) and (zero != 2 or pp == 1):
                         many = max(1, batch // (dp * size))
                         yield Plan(dp, zero, tp, pp, cp, many, size, parts, again)
 

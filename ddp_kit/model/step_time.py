@@ -58,14 +58,31 @@ def layer_seconds(
 ) -> float:
     """Return the seconds that a rank computes for a layer of one micro-batch, both ways."""
     gpu, count = cluster.accelerator, tokens(transformer, plan)
-    products = gpu.flops * gpu.efficiency
-    attention = transformer.scores_flops * count / plan.tp / products
+    peak = gpu.flops * gpu.efficiency
+    attention = transformer.scores_flops * count / plan.tp / peak
     if not plan.flash:
         attention += 2 * scores(transformer, plan, precision) / gpu.bandwidth
-    rest = 2 * transformer.layer_weights * count / plan.tp / products
-    rest += 2 * besides_scores(transformer, plan, precision) / gpu.bandwidth
-    times = {"none": (3, 3), "attention": (4, 3), "full": (4, 4)}[plan.recompute]
-    return times[0] * attention + times[1] * rest
+    products = 2 * transformer.layer_weights * count / plan.tp / peak
+    rest = 2 * besides_scores(transformer, plan, precision) / gpu.bandwidth
+    # Forward, and backward, which takes twice as long; and what is computed again.
+    again = {
+        "none": (0.0, 0.0, 0.0),
+        "attention": (1.0, 0.0, 0.0),
+        "selective": (0.0, _second_products(transformer), 1.0),
+        "full": (1.0, 1.0, 1.0),
+    }[plan.recompute]
+    return sum(
+        (3 + more) * one for more, one in zip(again, (attention, products, rest), strict=True)
+    )
+
+
+def _second_products(transformer: Transformer) -> float:
+    """Return the share of a layer's products that selective recomputation computes again.
+
+    Every second one: keys, the attention's last, and one of those of the MLP.
+    """
+    again = transformer.kv_width + transformer.width + transformer.mlp_width
+    return transformer.width * again / transformer.layer_weights
 
 
 def _micro_batch(
@@ -100,8 +117,9 @@ def _data_parallel(
 ) -> float:
     """Return the seconds of data parallelism's communication that no computation hides.
 
-    compute: seconds of one micro-batch. Backward is two thirds of it. Without stage 3, the last
-    backward hides the reduction of gradients; in stage 2 each has one.
+    compute: seconds of one micro-batch. Backward is two thirds of it. In stages 0 and 1 the last
+    backward hides the reduction of gradients, and so in all stages under a pipeline; else each
+    backward has one in stages 2 and 3.
     """
     n = plan.dp * plan.cp
     if n == 1:
@@ -112,13 +130,13 @@ def _data_parallel(
     # The sum goes over cp and dp ranks; with cp, those of a host are cp ranks.
     stride = plan.tp if plan.cp > 1 else plan.tp * plan.pp
     reduce = cluster.all_reduce(n, count * precision.gradients, stride) / 2
-    gather = cluster.all_reduce(n, count * precision.parameters, stride) / 2
+    gather = cluster.all_reduce(n, count * precision.activations, stride) / 2
     forward, backward = (compute / 3 * plan.overlap, 2 * compute / 3 * plan.overlap)
-    if plan.zero == 3:
+    if plan.zero == 3 and plan.pp == 1:
         each = max(0, gather - forward) + max(0, gather + reduce - backward)
         return plan.micro_batches * each
-    if plan.zero == 2:
+    if plan.zero == 2 and plan.pp == 1:
         return plan.micro_batches * max(0, reduce - backward) + max(0, gather - forward)
-    if plan.zero == 1:
+    if plan.zero:
         return max(0, reduce - backward) + max(0, gather - forward)
     return max(0, 2 * reduce - backward)

@@ -43,12 +43,11 @@ class RanksMagics(Magics):
 
     def __init__(self, shell: InteractiveShell) -> None:
         super().__init__(shell)
-        self.known: dict[str, list[str]] = {}  # the names of rank 0, with the names inside each
+        self._pulled: dict[str, list] = {}  # what the notebook's names were set to
         self._forget()
 
     def _forget(self) -> None:
-        self.known = {}
-        self._pulled: dict[str, list] = {}  # what the notebook's names were set to
+        self.known: dict[str, list[str]] = {}  # the names of rank 0, with the names inside each
         self._world_size, self._backend = 4, "auto"
         self._had: dict[str, frozenset[int]] = {}  # ranks on which a cell has run, by launcher
 
@@ -103,8 +102,11 @@ class RanksMagics(Magics):
             missing = failure.type == "NameError" and _NOT_DEFINED.match(failure.message)
             names = self.shell.user_ns.keys() - self.shell.user_ns_hidden.keys()
             if missing and (name := missing[1]) in names:
-                module = isinstance(self.shell.user_ns[name], types.ModuleType)
-                do = "import it in a %%ranks cell" if module else f"copy it with %ranks push {name}"
+                value, do = self.shell.user_ns[name], f"copy it with %ranks push {name}"
+                if isinstance(value, types.ModuleType):
+                    do = "import it in a %%ranks cell"
+                elif value is self._pulled.get(name):  # a list, which each rank would get whole
+                    do = "run again the %%ranks cell that defines it"
                 return f"{name} is defined in the notebook, but not on the ranks: {do}."
         return ""
 

@@ -10,6 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from typing import Any
 
+from ddp_kit.errors import CompareError
+from ddp_kit.pool.arguments import explaining_arguments
+
 LONGEST = 60  # characters of a value that are printed
 LARGEST = 1e300  # a float may overflow beyond it
 TINY = 1e-12  # what is closer to zero equals it: a sum of floats is seldom exactly zero
@@ -28,6 +31,7 @@ KINDS = (
 )
 
 
+@explaining_arguments("kit.predict(my_guess, answer)", CompareError)
 def predict(guess: object, actual: object) -> None:
     """Print whether a prediction was right; if it was not, print what was nearly right about it.
 

@@ -23,7 +23,7 @@ EMPTY, ELLIPSIS = "[]", "…"  # with NOTHING, the entries of a column that are 
 NEW, SHARED = "#d0d0d0", PAPER
 MOST_ROWS, MOST_COLUMNS, ALL_COLUMNS = 4, 8, 16
 ARROW, BLOCK_GAP, ROW_GAP, HEIGHT = 0.55, 0.09, 0.14, 0.3  # inches
-ALL, NONE_OF_IT, SUMMAND = "all", "nothing", "a summand"  # of a tensor that ranks share
+ALL, NONE_OF_IT, PARTIAL = "all", "nothing", "a partial sum"  # of a tensor that ranks share
 MOST_NUMBERS = 8  # rows or columns of such a tensor; a larger one is an outline
 LOW = 0.24  # inches of its rows
 FRAME = (1.25, 0.9)  # inches of a tensor that is drawn as an outline
@@ -273,7 +273,7 @@ def _caption(first: str, cells, origin, name: str) -> str:
 class Part(NamedTuple):
     """What a rank holds: its name, where that is in the tensor, and its numbers.
 
-    name: as an index, "[0:2, :]", or ALL, NONE_OF_IT or SUMMAND. place: first row, first column.
+    name: as an index, "[0:2, :]", or ALL, NONE_OF_IT or PARTIAL. place: first row, first column.
     """
 
     name: str
@@ -293,7 +293,7 @@ def placements(
     result[rank] is the tensor that a rank holds, or a dict, stage name -> tensor, with the same
     names on every rank. whole: the tensor that they make up, of at most two dimensions. Its entries
     must differ, as in `torch.arange`, because a part is found in it by value. A rank whose tensor
-    has the shape of the whole but other values holds a summand of it.
+    has the shape of the whole but other values holds a partial sum of it.
 
     mesh: its shape, (2, 2) for four ranks in two rows; by default, all are in one row. names: of
     its dimensions. Up to eight rows and columns are drawn with their numbers.
@@ -359,8 +359,8 @@ def placements(
         colors = _colors(held)
         for r, part in enumerate(held):
             corner = left + r % across * step, y + head + r // across * drop
-            color = style.blend(colors[r], PAPER, 0.7) if part.name == SUMMAND else colors[r]
-            found = None if part.name == SUMMAND else origin
+            color = style.blend(colors[r], PAPER, 0.7) if part.name == PARTIAL else colors[r]
+            found = None if part.name == PARTIAL else origin
             _tensor(sheet, corner, (wide, tall), part, tensor.shape, r, color, found, numbered)
     return picture
 
@@ -378,7 +378,7 @@ def _find(values: Any, whole: np.ndarray, rank: int) -> Part:
     if not held.size:
         return Part(NONE_OF_IT, (0, 0), held)
     if held.shape == whole.shape:
-        return Part(ALL if _close(held, whole) else SUMMAND, (0, 0), held)
+        return Part(ALL if _close(held, whole) else PARTIAL, (0, 0), held)
     rows, columns = held.shape
     places = [
         (i, j)
@@ -438,7 +438,7 @@ def _colors(held: list[Part]) -> list[str]:
 
 def _solid(part: Part) -> list[Any]:
     """Return the numbers of the tensor that a rank holds, and no summands of them."""
-    return part.numbers.ravel().tolist() if part.name != SUMMAND else []
+    return part.numbers.ravel().tolist() if part.name != PARTIAL else []
 
 
 def _tensor(
@@ -455,8 +455,8 @@ def _tensor(
     """Draw the outline of the tensor, and in it what a rank holds, in `color` or by its origin."""
     (x, y), (wide, tall) = corner, size
     style.chip(ax, x, y + 0.1, 0.58, rank, f"rank {rank}")
-    name = part.name if part.name not in (SUMMAND, NONE_OF_IT) else ""
-    if part.name == SUMMAND:
+    name = part.name if part.name not in (PARTIAL, NONE_OF_IT) else ""
+    if part.name == PARTIAL:
         name = "+" if rank else ""
     write(ax, x + 0.66, y + 0.1, name, 8.5, color=QUIET)
     y += LABEL - 0.14
@@ -486,8 +486,8 @@ def _parts_caption(parts: dict[str, list[Part]], numbered: bool, origin: Origin 
         f"Colour: the one rank that held this number at “{first}”.": fills - {NEW, SHARED},
         f"Grey and bold: a new number, held by no rank at “{first}”.": NEW in fills,
         f"White: held by several ranks at “{first}”.": SHARED in fills,
-        "Dashed: the rest of the tensor, which the rank does not hold.": found - {ALL, SUMMAND},
-        "Pale: a summand; the tensor is the sum over the ranks.": SUMMAND in found,
+        "Dashed: the rest of the tensor, which the rank does not hold.": found - {ALL, PARTIAL},
+        "Pale: a partial sum; the tensor is the sum over the ranks.": PARTIAL in found,
         "The tensor is too large for its numbers.": not numbered,
     }
     return " ".join(text for text, applies in texts.items() if applies)

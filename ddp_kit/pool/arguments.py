@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
 import math
@@ -10,7 +11,7 @@ import os
 import reprlib
 import resource
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -18,7 +19,7 @@ from typing import Any, ParamSpec, TypeVar
 import psutil
 
 from ddp_kit.backends import choose_backend
-from ddp_kit.errors import PoolError
+from ddp_kit.errors import KitError, PoolError
 from ddp_kit.pool import view
 from ddp_kit.pool.wire import messages, payload
 
@@ -35,38 +36,35 @@ LONGEST = 1e300  # seconds; longer ones cannot be added to a time
 P, R = ParamSpec("P"), TypeVar("R")
 
 
-def explaining_arguments(name: str, number: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Have a function raise PoolError, in a sentence, if its arguments do not fit its signature.
+def explaining_arguments(
+    example: str, refused: type[KitError] = PoolError
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Have a function raise an error, in a sentence, if its arguments do not fit its signature.
 
-    name: as it is called. number: which of its arguments sets the number of ranks.
+    example: a right call, which the sentence shows. refused: the type of the error.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        signature = inspect.signature(function)
+        signature, name = inspect.signature(function), example.partition("(")[0]
+        options = [p.name for p in signature.parameters.values() if p.default is not p.empty]
 
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             try:
                 signature.bind(*args, **kwargs)
             except TypeError as error:
-                why = _why_refused(error, list(signature.parameters), kwargs, number)
-                raise PoolError(f"{name} {why}") from None
+                why, right = str(error), f"write {example}"
+                why = f"is {why}" if why.startswith("missing") else f"has {why}"
+                if wrong := next((key for key in kwargs if key not in signature.parameters), ""):
+                    why = f"has no argument {wrong}="
+                    if near := difflib.get_close_matches(wrong, options, 1):
+                        right = f"did you mean {near[0]}=?"
+                raise refused(f"{name} {why}; {right}") from None
             return function(*args, **kwargs)
 
         return call
 
     return decorate
-
-
-def _why_refused(error: TypeError, known: list[str], given: Iterable[str], number: str) -> str:
-    """Return why a function with these arguments cannot be called with those that are given."""
-    wrong = next((name for name in given if name not in known), None)
-    if wrong is None:
-        return f"is {error}" if str(error).startswith("missing") else f"has {error}"
-    *others, last = (name for name in known if name not in ("self", "worker", "args"))
-    has = f"has no argument {wrong}=, only {'=, '.join(others)}= and {last}="
-    for_worker = "; arguments for the worker have no names" if "worker" in known else ""
-    return f"{has}; {number} sets the number of ranks{for_worker}"
 
 
 def prepare(

@@ -60,7 +60,7 @@ class WorkerPool:
 
     _started_early = False  # before anybody asked for it
 
-    @explaining_arguments("WorkerPool", "world_size=")
+    @explaining_arguments("kit.WorkerPool(4)")
     def __init__(self, world_size: int = 4, backend: str = "auto", init: bool = True) -> None:
         world_size = arguments.check_world_size(world_size, living=0)
         self._backend = choose_backend(backend, world_size)
@@ -91,7 +91,7 @@ class WorkerPool:
         self._processes.form(self._world_size, self._backend, join)
         _look_later(UNUSED)
 
-    @explaining_arguments("pool.run", "world_size=")
+    @explaining_arguments("pool.run(worker, *args, world_size=4)")
     def run(
         self,
         worker: Callable[..., Any],
@@ -220,7 +220,7 @@ def launcher_of(backend: str) -> str:
     return "mpiexec" if backend == "mpi" else "spawn"
 
 
-@explaining_arguments("kit.run", "world_size=")
+@explaining_arguments("kit.run(worker, *args, world_size=4)")
 def run(
     worker: Callable[..., Any],
     *args: Any,

@@ -227,7 +227,7 @@ class Run:
         elif number in reports.died or number in reports.broken:
             doing = "ended"
         elif rank.board.phase() == IMPORTING:
-            doing = "importing torch"
+            doing = "starting" if self._has_begun else "importing torch"
         elif not self._has_begun:
             doing = "forming the group" if number in self._waiting else "ready"
         elif head.run != self._number:

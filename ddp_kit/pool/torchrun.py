@@ -53,7 +53,7 @@ REPORT_TIMEOUT = 10.0  # seconds for the agent to report which process failed fi
 _FAILED = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: \d+ \(pid: (\d+)\)")
 
 
-@explaining_arguments("kit.torchrun", "nproc_per_node=")
+@explaining_arguments("kit.torchrun(worker, *args, nproc_per_node=4)")
 def torchrun(
     worker: Callable[..., Any] | str,
     *args: Any,

@@ -1,6 +1,5 @@
 """Two layers cut as in Megatron-LM, compared with one process. It needs PyTorch alone."""
 
-import copy
 import os
 
 import torch
@@ -20,34 +19,35 @@ class CopyToRegion(torch.autograd.Function):
 
 
 class ReduceFromRegion(torch.autograd.Function):
-    forward = staticmethod(lambda ctx, summand: summed(summand))
+    forward = staticmethod(lambda ctx, partial_sum: summed(partial_sum))
     backward = staticmethod(lambda ctx, gradient: gradient)
 
 
 def worker(rank, world_size):
     dist.init_process_group("gloo", rank=rank, world_size=world_size)
     torch.manual_seed(0)
-    alone = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16))
-    enter, up, _, down = mine = copy.deepcopy(alone)
-    for layer, name, dim in ((up, "weight", 0), (up, "bias", 0), (down, "weight", 1)):
-        part = getattr(layer, name).detach().chunk(world_size, dim)[rank]
-        setattr(layer, name, nn.Parameter(part.clone()))
+    alone = [nn.Linear(16, 64, bias=False), nn.Linear(64, 16, bias=False)]
+    mine = [  # rows of the first weight, columns of the second
+        nn.Parameter(layer.weight.detach().chunk(world_size, dim)[rank].clone())
+        for dim, layer in enumerate(alone)
+    ]
 
     def forward(x):
-        hidden = torch.tanh(up(CopyToRegion.apply(enter(x))))
-        return ReduceFromRegion.apply(hidden @ down.weight.T) + down.bias
+        hidden = torch.tanh(CopyToRegion.apply(x) @ mine[0].T)
+        return ReduceFromRegion.apply(hidden @ mine[1].T)
 
-    adams = [torch.optim.Adam(model.parameters(), lr=1e-2) for model in (alone, mine)]
+    adams = [torch.optim.Adam(nn.Sequential(*alone).parameters()), torch.optim.Adam(mine)]
     for _ in range(5):
         x = torch.randn(8, 16)  # the same on all ranks
-        losses = [model(x).square().mean() for model in (alone, forward)]
+        outputs = [alone[1](torch.tanh(alone[0](x))), forward(x)]
+        losses = [y.square().mean() for y in outputs]
         for loss, adam in zip(losses, adams):
             adam.zero_grad()
             loss.backward()
             adam.step()
     if rank == 0:
-        weight = abs(alone[1].weight.chunk(world_size)[0] - up.weight).max()
-        print(f"{world_size} ranks, {len(up.weight)} of {len(alone[1].weight)} rows each:", end=" ")
+        weight = abs(alone[0].weight.chunk(world_size)[0] - mine[0]).max()
+        print(f"{world_size} ranks, {len(mine[0])} of {len(alone[0].weight)} rows each:", end=" ")
         print(f"loss off by {abs(losses[0] - losses[1]):.5f}, weight by {weight:.5f}")
     dist.destroy_process_group()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from datetime import timedelta
 
 import pytest
@@ -10,7 +11,7 @@ from answers import assert_mistake, mistake
 
 import ddp_kit as kit
 from ddp_kit.check import init_methods
-from ddp_kit.check.grader import Grader
+from ddp_kit.check.grader import SIZES, Grader
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 
@@ -137,6 +138,19 @@ def calling(waits=True, catches=RuntimeError, sleeps=False, present=False):
 def test_a_roll_call_that_is(wrong, name, fact):
     case = "exercise 6.3, who_is_missing(store, world_size, seconds), where "
     assert_mistake(kit.check.exercise_6_3, calling(**wrong), name, case, fact)
+
+
+def test_a_roll_call_that_waits_for_each_rank(monkeypatch):
+    monkeypatch.setattr(init_methods, "ABSENT", dict.fromkeys(SIZES, ([],)) | {4: ([1, 3],)})
+
+    def who_is_missing(store, world_size, seconds):
+        for rank in range(world_size):
+            with suppress(RuntimeError):
+                store.wait([f"here/{rank}"], timedelta(seconds=seconds))
+        return calling(waits=False)(store, world_size, seconds)
+
+    fact = "where 2 ranks never came on 4 ranks: right, but it took "
+    assert_mistake(kit.check.exercise_6_3, who_is_missing, "waits for each", fact)
 
 
 @mistake("6.3", "not a list", "rank 0 should return [] but returns 1\n")

@@ -14,25 +14,22 @@ import ddp_kit as kit
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 
 
-def test_a_loop_may_send_the_number_of_examples_by_itself(capsys):
-    def train_uneven(model, optimizer, batches):
-        left, steps = list(batches), 0
-        while True:
-            inputs, targets = left.pop(0) if left else (torch.empty(0, 2), torch.empty(0, 1))
-            count = torch.tensor(float(len(inputs)))
-            dist.all_reduce(count)
-            if not count:
-                return steps
-            loss = (model(inputs) - targets).square().sum() / count
-            gradients = torch.autograd.grad(loss, list(model.parameters()))
-            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-                dist.all_reduce(gradient)
-                parameter.grad = gradient
-            optimizer.step()
-            steps += 1
-
-    kit.check.exercise_9_11(train_uneven)
-    assert capsys.readouterr().out == "Exercise 9.11: right on 2 and 3 ranks.\n"
+@mistake("9.11", "two calls", "rank 0 should hold True in one all_reduce a step but holds False")
+def test_a_loop_that_sends_each_gradient_by_itself(model, optimizer, batches):
+    left, steps = list(batches), 0
+    while True:
+        inputs, targets = left.pop(0) if left else (torch.empty(0, 2), torch.empty(0, 1))
+        count = torch.tensor(float(len(inputs)))
+        dist.all_reduce(count)
+        if not count:
+            return steps
+        loss = (model(inputs) - targets).square().sum() / count
+        gradients = torch.autograd.grad(loss, list(model.parameters()))
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            dist.all_reduce(gradient)
+            parameter.grad = gradient
+        optimizer.step()
+        steps += 1
 
 
 def test_a_loss_may_be_weighted_by_the_share_of_the_examples(capsys):

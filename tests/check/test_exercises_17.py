@@ -93,7 +93,7 @@ def test_a_backward(name, wrong):
     assert_mistake(kit.check.exercise_17_2, going_back(**wrong), name, start)
 
 
-@mistake("17.2", "other loss")
+@mistake("17.2", "otherwise")
 def test_a_backward_with_another_target(stage, x, target, m):
     going_back()(stage, x, target + 1, m)
 
@@ -185,7 +185,7 @@ def test_each_goal_of_a_schedule_is_worth_a_point(capsys):
         (
             [halves(1), *[halves(2)] * 3],
             "never ends",
-            "rank 0 waits with I0: I0 of rank 1",
+            "rank 0 waits for I0 of stage 1",
         ),
     ],
 )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pickle
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -23,6 +25,39 @@ def test_what_is_no_function_is_refused_in_a_sentence(answer, got):
         "exercise 2.1: kit.check.exercise_2_1(broadcast) "
         f"expects your function or class itself; got {got}"
     )
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: kit.check.exercise_2_1(),
+            "exercise_2_1 is missing a required argument: 'answer'; "
+            "write kit.check.exercise_2_1(broadcast)",
+        ),
+        (
+            lambda: kit.check.exercise_2_1(move, hints=2),
+            "exercise_2_1 has no argument hints=; did you mean hint=?",
+        ),
+        (
+            lambda: kit.check.exercise_0_z(move),
+            "kit.check has no exercise_0_z; similar names: exercise_0_a, exercise_0_b, ",
+        ),
+    ],
+)
+def test_a_wrong_call_is_explained_in_a_sentence(call, message):
+    with pytest.raises((kit.ExerciseError, AttributeError)) as caught:
+        call()
+    assert message in str(caught.value)
+    assert len(caught.value._render_traceback_()) == 1
+
+
+def test_a_rank_loads_the_graders_of_one_lesson():
+    program = (
+        "import sys; from ddp_kit.pool.wire import messages; messages.serving = True; "
+        "import ddp_kit.check.start_here; print('ddp_kit.check.zero' in sys.modules)"
+    )
+    assert subprocess.check_output([sys.executable, "-c", program], text=True) == "False\n"
 
 
 def test_other_arguments_are_refused_in_a_sentence():
@@ -156,6 +191,14 @@ def test_each_check_that_fails_says_one_more_until_one_passes():
     assert [ask(into_a_copy) for _ in range(4)] == [first, second, third, third]
     kit.check.exercise_2_1(move)
     assert ask(into_a_copy) == first
+
+
+def test_each_mistake_begins_with_what_is_wrong():
+    kit.check.exercise_2_1(move)
+    assert len(ask(into_a_copy)) == 1
+    assert ask(lambda tensor, src: 1 / 0) == []
+    assert len(ask(lambda tensor, src: move(tensor, 0))) == 1
+    assert len(ask(into_a_copy)) == 2
 
 
 def test_a_learner_can_ask_for_a_step_and_gets_a_solution_only_on_request():

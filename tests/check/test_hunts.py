@@ -22,6 +22,7 @@ SEND_TOO_MUCH = {"8.7"}  # or with the right one
 # What the solution has, what is there instead, and which mistake that is.
 HALF_REPAIRED = [
     ("1.5", "isend(batch.clone(), dst)", "send(batch, dst)", "fails"),
+    ("1.5", "[len(works)]", "[0 * len(works)]", "otherwise"),
     ("1.5", "batch.fill_(step)", "batch.fill_(step + 1)", "otherwise"),
     ("2.6", "[torch.zeros(2) for _ in range(world_size)]", "[torch.zeros(2)]", "fails"),
     ("2.6", "_ in range(world_size)]", "_ in range(2)] * (world_size - 1)", "fails"),
@@ -66,6 +67,7 @@ HALF_REPAIRED = [
     ("9.4", "seed=1", "seed=2", "otherwise"),
     ("9.4", "sampler.set_epoch", "loader.set_epoch", "fails"),
     ("9.4", "(epoch)\n", "(epoch), dist.all_reduce(torch.ones(9))\n", "too many bytes"),
+    ("9.5", ".mean() / 4)", ".mean())", "otherwise"),
     ("9.5", "parameters(), 1.0", "parameters(), 2.0", "otherwise"),
     ("9.6", "loss = model(x).square().mean()", "loss = model(x).square().sum()", "otherwise"),
     ("9.7", "total.item() / world_size", "total.item()", "otherwise"),

@@ -135,63 +135,10 @@ def test_a_redistribute_that_one_rank_skips_is_explained_with_its_line():
     assert "print(tensor.full_tensor())" in text
 
 
-def test_explore_draws_a_mesh_of_two_dimensions():
-    view = mesh.explore(
-        "Shard(1)",
-        "Replicate()",
-        rows=2,
-        columns=3,
-        dp=2,
-        before_dp="Shard(0)",
-        after_dp="Shard(0)",
+def test_explore_draws_both_moments_and_names_what_was_called():
+    assert repr(mesh.explore("Partial()", "Shard(1)", world_size=2, rows=1, columns=2)) == (
+        "Partial() to Shard(1): redistribute reduce_scatter_tensor, 4 bytes sent by rank 0\n"
+        "        before                 after\n"
+        "rank 0  a partial sum = 1 2    [0:1] = 11\n"
+        "rank 1  a partial sum = 10 20  [1:2] = 22"
     )
-    assert repr(view) == (
-        "2 x 2 ranks: all_gather_into_tensor, 8 bytes sent by rank 0\n"
-        "        before: [Shard(0), Shard(1)]  after: [Shard(0), Replicate()]\n"
-        "rank 0  [0:1, 0:2] = 1 2              [0:1, :] = 1 2 3\n"
-        "rank 1  [0:1, 2:3] = 3                [0:1, :] = 1 2 3\n"
-        "rank 2  [1:2, 0:2] = 4 5              [1:2, :] = 4 5 6\n"
-        "rank 3  [1:2, 2:3] = 6                [1:2, :] = 4 5 6"
-    )
-    assert view.call.startswith(
-        "kit.run(device_mesh.redistribute_on_mesh, (2, 2), [Shard(dim=0), S"
-    )
-    assert "before_dp" not in view.idle(view.settings)
-    assert view.idle(view.settings | {"dp": 1}) == {"before_dp", "after_dp"}
-
-
-def test_explore_names_a_collective_once_and_finds_sums_over_both_dimensions():
-    both = {"dp": 2, "before_dp": "Partial()"}
-    lines = repr(mesh.explore("Partial()", rows=1, columns=1, **both)).splitlines()
-    assert lines[0] in (  # one all_reduce of all ranks would be as good
-        "2 x 2 ranks: 2 x all_reduce, 8 bytes sent by rank 0",
-        "2 x 2 ranks: all_reduce, 6 bytes sent by rank 0",
-    )
-    assert [line.split()[-1] for line in lines[2:]] == ["1111"] * 4
-
-
-def test_explore_refuses_a_piece_of_a_summand():
-    with pytest.raises(kit.PoolError, match="because a piece of a summand cannot be drawn, got"):
-        mesh.explore("Partial()", dp=2, before_dp="Shard(0)")
-
-
-def test_dtensor_redistributes_on_a_mesh_as_one_process_would():
-    kinds = [Shard(0), Shard(1), Replicate()]
-    cases = [
-        ([Shard(0), Partial()], [Shard(1), Shard(0)]),
-        ([Partial(), Partial()], [Replicate(), Shard(1)]),
-        *itertools.product(
-            [[Shard(0), Shard(0)], [Shard(1), Shard(0)]],
-            [list(pair) for pair in itertools.product(kinds, repeat=2)],
-        ),
-    ]
-
-    def worker(rank, world_size, shape):
-        found = [mesh.redistribute_on_mesh(rank, world_size, shape, *case, 5, 3) for case in cases]
-        return [held["after"] for held in found]
-
-    shape = (2, 2)
-    for rank, found in enumerate(kit.run(worker, shape, world_size=4)):
-        for (before, after), local in zip(cases, found, strict=True):
-            part = mesh.part_on_mesh((rank // 2, rank % 2), shape, after, 5, 3)
-            kit.compare(local, mesh.sum_of_parts(shape, before) * part).check()

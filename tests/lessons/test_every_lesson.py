@@ -45,7 +45,7 @@ PROOFS = {
     ),
     "context_parallel": "context_parallel: {}, ring, Ulysses and experts equal one process\n",
     "which_one_when": (
-        "which_one_when: {}, FSDP x TP trains as one process and sends as planned\n"
+        "which_one_when: {}, FSDP x TP sends as planned, and 3 ways train as one process does\n"
     ),
     "zero": "zero: {}, 3 stages and PyTorch's own train as one process does\n",
     "tensor_parallel": (

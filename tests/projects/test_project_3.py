@@ -7,6 +7,7 @@ import os
 import runpy
 import subprocess
 import sys
+import threading
 from importlib import import_module
 from pathlib import Path
 
@@ -162,6 +163,17 @@ def one_by_one(tensor):
 )
 def test_a_mistake_gets_its_hint(answer, mistake, facts):
     assert_mistake(kit.check.project_3, answer, mistake, *facts)
+
+
+def test_an_answer_with_threads_of_its_own_is_refused_in_a_sentence(capsys):
+    def in_a_thread(tensor):
+        thread = threading.Thread(target=slow, args=(tensor,))
+        thread.start()
+        thread.join()
+
+    text = "it communicates in a thread of its own, whose turn this check cannot choose"
+    assert_mistake(kit.check.project_3, in_a_thread, "", text)
+    assert "Traceback" not in capsys.readouterr().out
 
 
 def test_sends_that_gloo_would_buffer_wait_in_some_order():

@@ -37,7 +37,7 @@ from ddp_kit.pool.wire.messages import (
     RankStatus,
     Returned,
 )
-from ddp_kit.trace import RAISED, SERVING, Board, InternTable, describe_line, recording
+from ddp_kit.trace import IMPORTING, RAISED, SERVING, Board, InternTable, describe_line, recording
 from ddp_kit.trace.rank import progress
 from ddp_kit.trace.rank.recorder import Recorder
 from ddp_kit.trace.stacks import write_handled
@@ -129,12 +129,14 @@ class RankServer:
         recorded = recording(self._table, call.number, rank, store)
         with recorded as recorder, warnings.catch_warnings():
             try:
+                self._board.write_phase(IMPORTING)  # what the worker needs
                 if not self._is_restored:
                     self._restore()
                 self._is_restored = False
                 try:
                     self._state.settings.remember()
                     worker, args = call.payload.unpack()
+                    self._board.write_phase(SERVING)
                     keeps_groups = getattr(worker, "keeps_groups", False)
                     value = call_worker(worker, rank, world_size, args)
                     if self._in_notebook:
