@@ -19,10 +19,18 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-# The kit itself is not installed where the site is built.
-_CELLS = importlib.util.spec_from_file_location("cells", ROOT / "ddp_kit/course/cells.py")
-cells = importlib.util.module_from_spec(_CELLS)
-_CELLS.loader.exec_module(cells)
+
+
+def module(file: str) -> Any:
+    """Return a module of a file: the kit itself is not installed where the site is built."""
+    found = importlib.util.spec_from_file_location(Path(file).stem, ROOT / file)
+    loaded = importlib.util.module_from_spec(found)
+    found.loader.exec_module(loaded)
+    return loaded
+
+
+cells = module("ddp_kit/course/cells.py")
+reference = module("docs/reference.py")
 
 NOTEBOOKS = ROOT / "notebooks"
 GUIDES = {  # and their titles in the contents
@@ -68,6 +76,13 @@ REDIRECT = """<!doctype html>
 <p>This page is now <a href="{0}.html">{0}</a>.</p>
 </html>
 """
+SPOKEN = {  # what the theme writes, and what a screen reader can use
+    '<summary><span class="toctree-toggle"': '<summary aria-label="Pages below">'
+    '<span class="toctree-toggle"',
+    'search-button-field search-button__button pst-js-only" title="Search" aria-label="Search"': (
+        'search-button-field search-button__button pst-js-only" title="Search"'
+    ),
+}
 LINK = re.compile(r"\[([^][]*)\]\((?!https?:|#)([^)\s#]+)(#[^)\s]*)?\)")
 
 
@@ -150,11 +165,25 @@ def titles(paths: list[Path], folder: Path) -> dict[str, str]:
     return found
 
 
+def in_folder(name: str) -> list[str]:
+    """Return the pages of docs/guide or docs/api, in the order of the first one."""
+    first = f"docs/{name}/README.md"
+    listed = re.findall(r"\]\((\w+\.md)\)", (ROOT / first).read_text("utf-8"))
+    return [first, *(f"docs/{name}/{page}" for page in dict.fromkeys(listed))]
+
+
+def heading(name: str) -> str:
+    """Return the first line of a page, without the marks of a heading and of code."""
+    return (ROOT / name).read_text("utf-8").partition("\n")[0].removeprefix("# ").replace("`", "")
+
+
 def index(parts: list[str]) -> str:
     """Return the first page: docs/index.md, the table of lessons, and the contents of the site."""
     own, readme = ROOT / "docs/index.md", (ROOT / "README.md").read_text("utf-8")
     table = re.search(r"^\| notebook \|.*?\n\n", readme, re.MULTILINE | re.DOTALL)
     assert table is not None, "README.md has the table of lessons"
+    guide = {name.removesuffix(".md"): heading(name) for name in in_folder("guide")}
+    api = {name.removesuffix(".md"): heading(name) for name in in_folder("api")}
     practice = {f"notebooks/{name}/index": name.capitalize() for name in parts}
     guides = {name.removesuffix(".md"): title for name, title in GUIDES.items()}
     return "\n".join(
@@ -163,6 +192,8 @@ def index(parts: list[str]) -> str:
             table[0],
             contents(titles(lessons(), ROOT), ":caption: Lessons", ":hidden:"),
             contents(practice, ":caption: Practise", ":hidden:"),
+            contents(guide, ":caption: Guide", ":hidden:"),
+            contents(api, ":caption: Reference", ":hidden:"),
             contents(guides, ":caption: More", ":hidden:"),
         ]
     )
@@ -171,9 +202,10 @@ def index(parts: list[str]) -> str:
 def pages(parts: list[str]) -> dict[str, str]:
     """Return the text of all pages of the site, by their path."""
     found = {"index.md": index(parts)}
-    for name in GUIDES:
+    for name in [*in_folder("guide"), *in_folder("api"), *GUIDES]:
         path = ROOT / name
-        found[name] = relinked(path.read_text("utf-8"), path, path, parts)
+        text = reference.expanded(path.read_text("utf-8"))
+        found[name] = relinked(text, path, path, parts)
     for name in parts:
         rows = contents(titles(part(name), NOTEBOOKS / name), ":maxdepth: 2")
         found[f"notebooks/{name}/index.md"] = f"# {name.capitalize()}\n\n{PARTS[name]}\n\n{rows}"
@@ -224,6 +256,11 @@ def build(site: Path, parts: list[str]) -> int:
     options += ["--fail-on-warning", "--keep-going", "--nitpicky", "--quiet", "--jobs", "2"]
     status = subprocess.run([sys.executable, "-m", "sphinx", *options, source, site]).returncode
     if status == 0:
+        for path in site.rglob("*.html"):
+            text = path.read_text("utf-8")
+            for old, new in SPOKEN.items():
+                text = text.replace(old, new)
+            path.write_text(text, "utf-8")
         for path in notebooks(parts):
             shutil.copyfile(path, site / path.relative_to(ROOT))
         for name, text in redirects(parts).items():

@@ -12,6 +12,7 @@ logger = logging.getLogger(__name__)
 project = "ddp_kit"
 author = "the authors of ddp_kit"
 language = "en"
+smartquotes = False  # "auto" is to be copied
 extensions = ["myst_nb", "sphinx_copybutton"]
 root_doc = "index"
 
@@ -21,10 +22,14 @@ nb_render_error_lexer = "myst-ansi"  # an error of ranks is no traceback of Pyth
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 4  # as on GitHub
 myst_links_external_new_tab = True
+highlight_language = "none"  # an output is no code
+# Types in signatures are names of other packages, or internal ones.
+nitpick_ignore_regex = [("py:class", ".*")]
 copybutton_exclude = ".linenos, .gp"
 
 html_title = "ddp_kit"
 html_theme = "sphinx_book_theme"
+html_search_scorer = os.path.join(os.path.dirname(__file__), "scorer.js")
 html_static_path = ["style"]
 html_css_files = ["book.css"]
 html_copy_source = False
@@ -82,6 +87,8 @@ def describe_pictures(app, doctree: nodes.document) -> None:
 def name_languages(app, doctree: nodes.document) -> None:
     """Mark cells that write a shell script as such: all other code is IPython's."""
     for cell in doctree.findall(nodes.literal_block):
+        if cell.get("language") == "python":
+            cell["language"] = "ipython3"  # an example may have %%ranks
         if re.match(r"%%writefile \S+\.sh\n", cell.astext()):
             cell["language"] = "bash"
 

@@ -472,9 +472,9 @@ def test_a_rank_that_cannot_be_debugged_is_one_sentence(notebook):
     )
 
 
-def test_the_readme_shows_a_session_as_it_is(notebook):
-    section = (ROOT / "README.md").read_text(encoding="utf8").split("## When a rank raises")[1]
-    code, shown = re.search(r"```python\n(.*?)```\n\n```\n(.*?)```", section, re.DOTALL).groups()
+def test_the_guide_shows_a_session_as_it_is(notebook):
+    page = (ROOT / "docs/guide/errors.md").read_text("utf-8").split("## Look at the variables")[1]
+    code, shown = re.search(r"```python\n(.*?)```.*?```\n(%.*?)```", page, re.DOTALL).groups()
     notebook.raises(code)
     magic, *lines = shown.splitlines()
     cell = notebook.send(magic)

@@ -16,6 +16,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+import ddp_kit as kit
 from ddp_kit.doctor_checks import OLDEST_PYTORCH
 
 try:
@@ -24,6 +25,7 @@ except ModuleNotFoundError:  # Python 3.10, for which pytest installs tomli
     import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parents[1]
+GUIDE = [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("docs/guide/*.md"))]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 ENVIRONMENT = yaml.safe_load((ROOT / "environment.yml").read_text("utf-8"))
 CONDA_NAMES = {"torch": "pytorch", "matplotlib": "matplotlib-base"}
@@ -87,13 +89,19 @@ def run(*command: str | Path, **options: Any) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, timeout=600, **options)
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
+def test_each_file_that_names_the_version_names_the_same():
+    version = kit.__version__
+    assert f"version: {version}\n" in (ROOT / "CITATION.cff").read_text("utf-8")
+    assert f"## [{version}] - " in (ROOT / "CHANGELOG.md").read_text("utf-8")
+    assert f"ddp_kit-{version}-" in (ROOT / "docs/guide/install.md").read_text("utf-8")
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", *GUIDE])
 def test_make_has_each_target_that_a_page_promises(page):
     text = (ROOT / page).read_text("utf-8")
     blocks = re.findall(r"^```.*?^```", text, re.MULTILINE | re.DOTALL)
     spans = re.findall(r"`[^`\n]+`", text)
     promised = {name for code in blocks + spans for name in re.findall(r"\bmake ([a-z]+)", code)}
-    assert promised
     assert promised <= TARGETS
 
 

@@ -24,6 +24,7 @@ from torch.torch_version import TorchVersion
 ROOT = FOLDER.parent
 GUIDES = [ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG")]
 GUIDES += [ROOT / "docs" / f"{name}.md" for name in ("teaching", "projects")]
+GUIDES += [path for folder in ("guide", "api") for path in sorted(ROOT.glob(f"docs/{folder}/*.md"))]
 PAGES = [*all_notebooks(), *GUIDES]
 # Lessons may link to names that a PyTorch older than the pinned one lacks.
 PINNED = re.search(r"^torch==([\d.]+)", (ROOT / "constraints.txt").read_text("utf-8"), re.MULTILINE)

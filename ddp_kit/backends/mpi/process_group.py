@@ -46,7 +46,7 @@ class MPIProcessGroup(PythonProcessGroup):
     DistributedDataParallel, with and without a communication hook, and
     `torch.distributed.fsdp.fully_shard` on the CPU work with it; tests/test_mpi.py compares both
     with gloo. Also tried by hand: `fully_shard` on a mesh of two dimensions, in bfloat16, with
-    gradient clipping and a full state dict. The README has a table of what this backend lacks.
+    gradient clipping and a full state dict. docs/guide/mpi.md has what this backend lacks.
 
     timeout: seconds until an operation fails. frees_communicator: whether `shutdown` does.
     """

@@ -43,7 +43,7 @@ class SharedMemoryProcessGroup(PythonProcessGroup):
     another rank has ended. After a collective that failed the group cannot be used again.
 
     `collectives.combine` says in which order sums are added, and `segment` what the order of stores
-    relies on. The README has a table of what this backend lacks.
+    relies on. docs/guide/mpi.md has what this backend lacks.
 
     timeout: seconds until an operation fails.
     """
