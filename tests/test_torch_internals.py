@@ -83,6 +83,12 @@ ELSEWHERE = {  # other undocumented names
     ("lessons/one_rank_first.py", "torch.utils._python_dispatch"),
     # Lesson 13 wraps modules as torchtitan does, and counts FLOPs; neither module has a page.
     ("lessons/one_rank_first.py", "_checkpoint"),
+    ("lessons/one_rank_first.py", "torch.ops.aten"),
+    ("lessons/which_one_when.py", "_checkpoint"),
+    (
+        "lessons/which_one_when.py",
+        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
+    ),
     (
         "lessons/one_rank_first.py",
         "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
