@@ -17,17 +17,24 @@ from ddp_kit.check.partial_credit import credit
 from ddp_kit.pool.wire import messages
 from ddp_kit.progress_file import in_order
 
-# Each registers its exercises. A rank needs only those of the lesson that is checked.
-for _module in [] if messages.serving else iter_modules(__path__):
-    import_module(f"{__name__}.{_module.name}")
-# The module project_1 has the same name as the check in it, which is what learners call.
-globals().update({name: check for name, check in EXERCISES.items() if name in globals()})
 
+def _register() -> None:
+    """Import all modules here: each registers its exercises."""
+    for module in iter_modules(__path__):
+        import_module(f"{__name__}.{module.name}")
+    # The module project_1 has the same name as the check in it, which is what learners call.
+    globals().update({name: check for name, check in EXERCISES.items() if name in globals()})
+
+
+if not messages.serving:  # a rank mostly needs those of the lesson that is checked
+    _register()
 _in_order = sorted(EXERCISES, key=lambda name: in_order(EXERCISES[name].exercise.number))
 __all__ = ["credit", *_in_order]
 
 
 def __getattr__(name: str) -> Callable[..., Credit]:
+    if messages.serving and name.startswith("exercise_"):
+        _register()
     if name in EXERCISES:
         return EXERCISES[name]
     near = ", ".join(sorted(get_close_matches(name, _in_order, 5)))

@@ -59,4 +59,4 @@ def test_an_answer_that_sends_nothing_is_refused():
         return scores.softmax(0) @ values
 
     fact = "right, but no rank sent anything to another"
-    assert_mistake(kit.check.exercise_18_10, train, "nothing sent", fact)
+    assert_mistake(kit.check.exercise_18_8, train, "nothing sent", fact)
