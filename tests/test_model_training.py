@@ -13,13 +13,12 @@ from ddp_kit import model
 from ddp_kit.errors import ModelError
 from ddp_kit.lessons._gpt import Config, batches, loss_of, make_gpt
 from ddp_kit.model import FP32, Accelerator, Cluster, Link, Plan, Transformer
+from ddp_kit.model.transformer import LLAMA_8B, LLAMA_405B
 
 GPT = Transformer(2, 64, 4, 128, 64, linear_bias=False)  # that of the lessons
 GPT_2 = Transformer(12, 768, 12, 50257, 1024)
 LLAMA = {"gated": True, "tied": False, "positions": False, "linear_bias": False, "norm_bias": False}
 LLAMA_7B = Transformer(32, 4096, 32, 32000, 2048, inner=11008, **LLAMA)
-LLAMA_8B = Transformer(32, 4096, 32, 128256, 8192, kv_heads=8, inner=14336, **LLAMA)
-LLAMA_405B = Transformer(126, 16384, 128, 128256, 8192, kv_heads=8, inner=53248, **LLAMA)
 MEGATRON = Transformer(36, 4096, 32, 51200, 2048, dropout=True)  # 7.5 billion parameters
 FREE, MESSAGE, BYTE = Link(0, 0), Link(1, 0), Link(0, 1)
 QUICK = Accelerator(memory=1e9, flops=1e30, bandwidth=1e30)

@@ -50,6 +50,7 @@ STORE_LIMIT = timedelta(seconds=30)  # for a key that nobody sets
 SENT = "no more is sent than needed"  # a part of many exercises
 UNCHANGED = "unchanged"  # a mistake of many exercises
 _MOST_SHOWN = 8  # numbers of a tensor
+_MOST_PRINTED = 10_000  # characters of what an answer prints: half of them the last
 FAILURES: dict[type[Exception], str] = {
     RankError: "it raised an error",
     DeadlockError: "it deadlocks",
@@ -399,7 +400,7 @@ class Grader:
         if part and self._wrong is not None and part in self._wrong:
             return
         if self._printed:
-            print(self._printed[-1], end="")
+            _show(self._printed[-1])
         lines = [f"{self.exercise.title}, {self._case}: {fact}", *details]
         wrong = ExerciseError(
             "\n".join(lines),
@@ -417,7 +418,7 @@ class Grader:
     def passed(self) -> Credit:
         """Show what the ranks printed in the first run, and print that the answer is right."""
         for printed in self._printed[:1]:
-            print(printed, end="")
+            _show(printed)
         title = self.exercise.title
         print(f"{title[0].upper()}{title[1:]}: {self.exercise.praise}.")
         return Credit(self.parts)
@@ -438,6 +439,16 @@ class Grader:
     def refuse(self, reason: str) -> NoReturn:
         """Raise ExerciseError for an answer that cannot be tried."""
         raise ExerciseError(f"{self.exercise.title}: {reason}")
+
+
+def _show(printed: str) -> None:
+    """Print what an answer has printed, without the middle if it is long."""
+    half = _MOST_PRINTED // 2
+    left_out = len(printed) - _MOST_PRINTED
+    if left_out > 0:
+        middle = f"\n[{left_out:,} characters left out]\n"
+        printed = f"{printed[:half]}{middle}{printed[-half:]}"
+    print(printed, end="")
 
 
 def _raise_if_stub(error: Exception, number: str) -> None:

@@ -15,6 +15,7 @@ from ddp_kit.check.compared import compared
 from ddp_kit.check.grader import Grader, exercise
 from ddp_kit.check.record import Score, Span, record
 from ddp_kit.errors import ModelError
+from ddp_kit.model.transformer import LLAMA_70B
 
 RATE, REFERENCE = 0.1, 256  # a learning rate, and the global batch that it is for
 SHARDED = (16, 4, 2, 0)  # bytes of a parameter that every rank holds, by the stage of ZeRO
@@ -180,23 +181,7 @@ def _goodput(rank: int, world_size: int, goodput: Callable) -> dict[str, float]:
 CLUSTER, GPUS = model.DGX_H100, 1024
 # By its name, a model and the sequences of a step.
 TRAININGS = {
-    "Llama 3 70B": (
-        model.Transformer(
-            80,
-            8192,
-            64,
-            128_256,
-            8192,
-            kv_heads=8,
-            inner=28_672,
-            gated=True,
-            tied=False,
-            positions=False,
-            linear_bias=False,
-            norm_bias=False,
-        ),
-        1024,
-    ),
+    "Llama 3 70B": (LLAMA_70B, 1024),
     "GPT-3 175B": (model.Transformer(96, 12_288, 96, 51_200, 2048), 2048),
 }
 

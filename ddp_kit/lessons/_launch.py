@@ -355,6 +355,12 @@ def choose(name: str, value: Any, options: Mapping[str, Any]) -> Any:
     return options[value]
 
 
+def brief(comparison: Comparison) -> str:
+    """Return a comparison as a few words if the values are equal, else as it is."""
+    small = comparison.equal and comparison.max_error < 1e-5
+    return "equal up to 1e-5" if small else str(comparison)
+
+
 def prove(claim: str, holds: bool | Comparison) -> None:
     """Raise ProofError naming the claim, and what `kit.compare` found, unless it holds."""
     if not holds:

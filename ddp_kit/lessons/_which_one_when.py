@@ -32,6 +32,7 @@ from ddp_kit.lessons.device_mesh import pieces
 from ddp_kit.lessons.pipeline_parallel import of_each_rank
 from ddp_kit.lessons.zero import ADAM, BATCH, SGD, filled_bytes, memory, train_alone
 from ddp_kit.model import DGX_A100, DGX_H100, Accelerator, Cluster, Link, Plan, Transformer
+from ddp_kit.model.transformer import LLAMA_8B, LLAMA_70B, LLAMA_405B
 from ddp_kit.notebook.controls import Explorer
 from ddp_kit.trace.bytes_sent import bytes_sent
 
@@ -60,12 +61,6 @@ LLAMA_3 = [
     _Llama(16384, 8, 16, 16, 8, 131072, 16, 380),
 ]
 FLOAT32_GRADIENTS = model.Precision(2, 4, 12, 2)  # as in Llama 3
-
-LLAMA = {"gated": True, "tied": False, "positions": False}
-LLAMA |= {"linear_bias": False, "norm_bias": False}
-LLAMA_8B = Transformer(32, 4096, 32, 128256, 8192, kv_heads=8, inner=14336, **LLAMA)
-LLAMA_70B = Transformer(80, 8192, 64, 128256, 8192, kv_heads=8, inner=28672, **LLAMA)
-LLAMA_405B = Transformer(126, 16384, 128, 128256, 8192, kv_heads=8, inner=53248, **LLAMA)
 
 # FSDP with float32 parameters, gathered and computed with in bfloat16.
 TORCHTITAN = model.Precision(4, 4, 8, 2)
@@ -208,12 +203,6 @@ def hold(rank, world_size, tp=2, recompute=False, dtype=None):
     return moments, {name: part.full_tensor() for name, part in gpt.state_dict().items()}
 
 
-def brief(comparison):
-    """Return a comparison as a few words if the values are equal, else as it is."""
-    small = comparison.equal and comparison.max_error < 1e-5
-    return "equal up to 1e-5" if small else str(comparison)
-
-
 def calls_along(trace, tp):
     """Return the bytes that rank 0 sent along "dp" and "tp", by call; new_group does not count."""
     found = {"dp": Counter(), "tp": Counter()}
@@ -251,17 +240,6 @@ def name_by_model(parameters, stage, blocks=2):
     return {
         whole(name) if name.startswith("blocks.") else name: p for name, p in parameters.items()
     }
-
-
-def train_larger_alone(steps=2):
-    """Return the parameters of one process that trains the GPT of `train_3d` on whole batches."""
-    gpt = make_gpt(lesson.LARGER).double()
-    optimizer = SGD(gpt.parameters())
-    for batch in batches(24, steps):
-        optimizer.zero_grad()
-        loss_of(gpt, *batch).backward()
-        optimizer.step()
-    return {name: parameter.detach() for name, parameter in gpt.named_parameters()}
 
 
 def bytes_along(dp, tp):
@@ -327,7 +305,8 @@ def main(ranks: Ranks) -> str:
     prove("recomputation changes no bit", same)
     pp = 2 if n % 4 == 0 else 1
     found = list(ranks(lesson.train_3d, pp, tp, 2, 2))
-    alone = of_each_rank(train_larger_alone(), found)
+    larger = train_alone(SGD, 2, 24, torch.float64, lesson.LARGER)["parameters"]
+    alone = of_each_rank(larger, found)
     prove("dp x pp x tp trains as one process does", compare(found, alone))
     return "FSDP x TP sends as planned, and 3 ways train as one process does"
 

@@ -1,4 +1,4 @@
-# Made from notebooks/18_context_parallel.ipynb by `make editions`: edit that, not this. 1e6a42d2e68d
+# Made from notebooks/18_context_parallel.ipynb by `make editions`: edit that, not this. 1ef4d78dc655
 """Context parallelism: one sequence on many ranks."""
 
 import math
@@ -31,13 +31,8 @@ from ddp_kit.lessons._context_parallel import (
     watch_memory,
 )
 from ddp_kit.lessons._gpt import Config, batches, make_gpt
-from ddp_kit.lessons._launch import run_as_script
+from ddp_kit.lessons._launch import brief, run_as_script
 from ddp_kit.lessons.ring_allreduce import neighbours
-
-
-def brief(comparison):
-    small = comparison.equal and comparison.max_error < 1e-5
-    return "equal up to 1e-5" if small else str(comparison)
 
 
 class OnlineSoftmax:

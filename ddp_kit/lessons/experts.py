@@ -1,4 +1,4 @@
-# Made from notebooks/19_experts.ipynb by `make editions`: edit that, not this. 78ce7db1edd9
+# Made from notebooks/19_experts.ipynb by `make editions`: edit that, not this. e2c77d5ee677
 """Experts: every token goes to some of the ranks."""
 
 import torch
@@ -22,10 +22,6 @@ from ddp_kit.lessons._gpt import Block, batches, loss_of, part_of
 from ddp_kit.lessons._launch import run_as_script
 from ddp_kit.lessons.context_parallel import AllToAll
 from ddp_kit.lessons.zero import ADAM, copies
-
-
-def brief(comparison):
-    return "equal up to 1e-5" if comparison and comparison.max_error < 1e-5 else str(comparison)
 
 
 def mlp(width):

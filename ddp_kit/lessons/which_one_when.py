@@ -1,4 +1,4 @@
-# Made from notebooks/20_which_one_when.ipynb by `make editions`: edit that, not this. c5a8f3cc4b6f
+# Made from notebooks/20_which_one_when.ipynb by `make editions`: edit that, not this. a1fd87b4e109
 """Which one when: plan a training run for 1 to 16,384 GPUs."""
 
 import torch
@@ -27,16 +27,11 @@ from ddp_kit.lessons._which_one_when import (
     FLOAT32_GRADIENTS,
     GRAND_TETON,
     HELD_OUT,
-    LLAMA,
     LLAMA_3,
-    LLAMA_8B,
-    LLAMA_70B,
-    LLAMA_405B,
     MEGATRON,
     SMALL,
     TORCHTITAN,
     Published,
-    brief,
     bytes_along,
     calls_along,
     explore,
@@ -48,7 +43,6 @@ from ddp_kit.lessons._which_one_when import (
     megatron,
     name_by_model,
     sent_along,
-    train_larger_alone,
     with_efficiency,
 )
 from ddp_kit.lessons.pipeline_parallel import GPTStage

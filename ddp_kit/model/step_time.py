@@ -132,11 +132,12 @@ def _data_parallel(
     reduce = cluster.all_reduce(n, count * precision.gradients, stride) / 2
     gather = cluster.all_reduce(n, count * precision.activations, stride) / 2
     forward, backward = (compute / 3 * plan.overlap, 2 * compute / 3 * plan.overlap)
-    if plan.zero == 3 and plan.pp == 1:
+    zero = plan.zero if plan.pp == 1 else min(plan.zero, 1)
+    if zero == 3:
         each = max(0, gather - forward) + max(0, gather + reduce - backward)
         return plan.micro_batches * each
-    if plan.zero == 2 and plan.pp == 1:
+    if zero == 2:
         return plan.micro_batches * max(0, reduce - backward) + max(0, gather - forward)
-    if plan.zero:
+    if zero == 1:
         return max(0, reduce - backward) + max(0, gather - forward)
     return max(0, 2 * reduce - backward)

@@ -115,3 +115,11 @@ class Transformer:
         """
         layer = 2 * self.layer_weights + self.scores_flops
         return 3 * (self.layers * layer + 2 * self.head)
+
+
+_LLAMA = {"gated": True, "tied": False, "positions": False}
+_LLAMA |= {"linear_bias": False, "norm_bias": False}
+# Llama 3, Grattafiori et al. (2024), https://arxiv.org/abs/2407.21783, table 3.
+LLAMA_8B = Transformer(32, 4096, 32, 128256, 8192, kv_heads=8, inner=14336, **_LLAMA)
+LLAMA_70B = Transformer(80, 8192, 64, 128256, 8192, kv_heads=8, inner=28672, **_LLAMA)
+LLAMA_405B = Transformer(126, 16384, 128, 128256, 8192, kv_heads=8, inner=53248, **_LLAMA)

@@ -437,7 +437,7 @@ def _colors(held: list[Part]) -> list[str]:
 
 
 def _solid(part: Part) -> list[Any]:
-    """Return the numbers of the tensor that a rank holds, and no summands of them."""
+    """Return the numbers of the tensor that a rank holds, and no partial sums of them."""
     return part.numbers.ravel().tolist() if part.name != PARTIAL else []
 
 

@@ -214,3 +214,16 @@ def test_a_half_right_answer_gets_its_points(exercise, tmp_path):
     answer = names[source.split("(")[1].rstrip(")")]
     credit = kit.check.credit(getattr(kit.check, exercise), answer)
     assert sum(credit.parts.values()) == ANSWERS[exercise][2], credit.parts
+
+
+def test_of_a_long_output_the_middle_is_not_shown(capsys):
+    def chatty(tensor, src):
+        print("first", *["line"] * 10_000, "last")
+
+    with pytest.raises(kit.ExerciseError):
+        kit.check.exercise_2_1(chatty)
+    shown = capsys.readouterr().out
+    assert len(shown) < 11_000
+    assert "characters left out]" in shown
+    assert shown.startswith("[rank 0] first line")
+    assert shown.endswith("line last\n")

@@ -156,5 +156,6 @@ def test_a_run_to_which_nothing_was_fitted_is_predicted_as_well_as_the_notebook_
 
 def test_three_dimensions_train_as_one_process_does_in_float64():
     found = kit.run(lesson.train_3d, 2, 2, 2, world_size=8)
-    alone = of_each_rank(lesson.train_larger_alone(), found)
+    larger = train_alone(SGD, 2, 24, torch.float64, lesson.LARGER)["parameters"]
+    alone = of_each_rank(larger, found)
     kit.compare(list(found), alone, rtol=0, atol=1e-15).check()
