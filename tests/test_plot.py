@@ -289,7 +289,7 @@ def test_parts_are_found_by_value_and_equal_ones_have_one_colour():
     }
 
 
-def test_summands_wholes_and_nothing_are_told_apart():
+def test_partial_sums_wholes_and_nothing_are_told_apart():
     stages = [
         {"a": WHOLE / 2, "b": WHOLE, "c": WHOLE[:, :0]},
         {"a": WHOLE / 2, "b": WHOLE, "c": WHOLE[1:2, 1:]},
@@ -297,7 +297,7 @@ def test_summands_wholes_and_nothing_are_told_apart():
     lines = repr(placements(stages, WHOLE)).split("\n")
     half = "a partial sum = 0.5 1; 1.5 2; 2.5 3; 3.5 4"
     assert lines[1:] == [
-        "        a                                       b                         c",
+        "        a                                           b                         c",
         f"rank 0  {half}  all = 1 2; 3 4; 5 6; 7 8  nothing",
         f"rank 1  {half}  all = 1 2; 3 4; 5 6; 7 8  [1:2, 1:2] = 4",
     ]

@@ -17,6 +17,7 @@ from ddp_kit import lessons, model
 from ddp_kit.lessons import (
     data_parallel,
     ddp,
+    experts,
     init_methods,
     ring_allreduce,
     tensor_parallel,
@@ -209,8 +210,8 @@ MISTAKES = [
         {"tree": (what_happens_at_1024.tree, model.naive_ring)},
         "tree takes as long as predicted",
     ),
-    ("one_rank_first.selective", lambda block: block, "recomputation keeps less"),
-    ("_device_mesh.sum_of_parts", lambda *_: 2, r"Shard\(dim=0\) to Shard\(dim=1\) by_hand of"),
+    ("one_rank_first.flops_per_token", lambda **sizes: 1, "has the FLOPs of the formula"),
+    ("_device_mesh.sum_of_parts", lambda *_: 2, r"to Shard\(dim=0\) by_hand of"),
     (
         "_tensor_parallel.ways",
         lambda *settings: {"by hand": (tensor_parallel.learn, tensor_parallel.forget, *settings)},
@@ -218,8 +219,8 @@ MISTAKES = [
     ),
     ("_context_parallel.ring_bytes", lambda *sizes: (1, 1), "ring sends 2 bytes"),
     (
-        "experts.average_gradients",
-        lambda model, mesh: None,
+        "experts.train",
+        lambda *settings: experts.train(*settings, average=lambda model, mesh: None),
         "1 replicas train as one process",
     ),
     (
