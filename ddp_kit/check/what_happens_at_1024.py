@@ -39,7 +39,8 @@ def _two_costs(grader: Grader, call: tuple, name: str) -> None:
         grader.fail(f"it returns {found!r}", hint="one time only")
     wanted = model.chunked_ring(*call), model.halving_doubling(*call)
     place, mistake = NAMES.index(name), _mistake_in_cost(*call, name)
-    grader.expect(wanted[place], found[place], mistake, f" for the seconds {name}")
+    why = {"swapped": wanted[1 - place], mistake: True}
+    grader.expect(wanted[place], found[place], why, f" for the seconds {name}")
 
 
 def _mistake_in_cost(n: int, nbytes: float, alpha: float, beta: float, name: str) -> str:

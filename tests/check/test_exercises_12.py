@@ -57,7 +57,7 @@ RING, HALVING = "for the seconds of the ring", "for the seconds of halving-doubl
             f"two_costs(6, 4000, 1, 0) {IT} 6 {HALVING} but returns 4\n",
         ),
         ({"core": False}, "others left out", f"{HALVING} but returns 5.16993\n"),
-        ({"swapped": True}, "once round", f"should return 14 {RING} but returns 6\n"),
+        ({"swapped": True}, "swapped", f"should return 14 {RING} but returns 6\n"),
         ({"beta": False}, "price left out", f"two_costs(8, 4000, 2e-05, 2e-10) {IT} 0.0002814 for"),
     ],
 )
