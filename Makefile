@@ -76,7 +76,7 @@ check: style  ## the quick checks: style, public types, one notebook, a lesson u
 # real processes, run the lessons' modules and exercises once more, which the notebooks and graders
 # do too, execute notebooks without the tests' short cuts, run the kit on other launchers and backends,
 # have a learner do a project or break the grader, or are about PyTorch itself.
-ONLY_ALL := notebooks/projects tests/browser tests/cluster tests/faults tests/lessons tests/projects tests/benchmarks/test_gpu.py \
+ONLY_ALL := tests/browser tests/cluster tests/faults tests/lessons tests/projects tests/benchmarks/test_gpu.py \
     tests/check/test_exercise_notebooks.py tests/check/test_partial_credit.py \
     tests/notebooks/test_regenerate.py tests/wrong_programs/test_torch_suite.py \
     $(addprefix tests/course/, test_grading.py test_copy.py) \

@@ -34,11 +34,11 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave exercises and solutions to `make long`, unless the command line names them.
+    """Leave exercises, solutions and projects to `make long`, unless the command line names them.
 
-    tests/check/test_exercise_notebooks.py runs their cells without a kernel for each notebook.
+    tests/check/test_exercise_notebooks.py and tests/projects run their answers without kernels.
     """
-    folders = ("exercises", "solutions")
+    folders = ("exercises", "solutions", "projects")
     if any(folder in argument for argument in config.args for folder in folders):
         return
     for item in items:

@@ -212,7 +212,10 @@ def test_an_error_is_reported_in_the_line_and_the_picture_stays(front):
     assert front.kernel.value("drawn") == "[1, 1]"
 
 
-@pytest.mark.parametrize("subshell", [False, True], ids=["main", "subshell"])
+@pytest.mark.parametrize(
+    "subshell",
+    [pytest.param(False, marks=pytest.mark.long, id="main"), pytest.param(True, id="subshell")],
+)
 def test_an_interrupt_ends_a_controls_run_forgets_the_next_and_frees_the_ranks(
     kernel, tmp_path, subshell
 ):

@@ -41,6 +41,7 @@ def train(rank, world_size, show):
 STEPS, BYTES = 20, (784 + 1) * 10 * 4  # 10,000 digits by 2 ranks by 250; a gradient of float32
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("forked_spawn")
 def test_a_training_run_shows_bars_its_steps_its_bytes_and_its_losses(kernel):
     kernel.set_up = ""

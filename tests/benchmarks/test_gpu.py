@@ -173,6 +173,7 @@ def test_each_check_calls_something_that_exists():
             assert path not in modules or callable(getattr(modules[path], check.command[2]))
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("forked_ranks")
 def test_the_first_run_proves_its_values_and_its_deadlock(monkeypatch, capsys):
     gpu_checks.first_run([("gloo", 1), ("gloo", 2)])
@@ -196,6 +197,7 @@ def test_spans_that_overlap_count_once():
     assert gpu_training.covered(spans, []) == 0
 
 
+@pytest.mark.long
 def test_lesson_03_on_gpus_has_the_lines_that_are_said_to_change(tmp_path, monkeypatch, capsys):
     """The CPU in the place of a GPU, and less data; the rest is what `make gpu` runs."""
     script = tmp_path / "script.py"

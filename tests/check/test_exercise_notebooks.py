@@ -137,7 +137,7 @@ def saved(cell: dict) -> tuple[str, list[str], list[tuple[str, str]]]:
 
 
 @pytest.mark.usefixtures("forked_ranks")
-@pytest.mark.parametrize("kind", ["exercises", "solutions"])
+@pytest.mark.parametrize("kind", [pytest.param("exercises", marks=pytest.mark.long), "solutions"])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_stub_is_not_written_and_a_solution_does_what_is_saved(name, kind, capsys, tmp_path):
     names = {"__name__": "__main__"}

@@ -70,7 +70,7 @@ def two_exercises(tmp_path):
 
 
 @needs_tools
-@pytest.mark.parametrize("tool", [nbgrader, otter])
+@pytest.mark.parametrize("tool", [nbgrader, pytest.param(otter, marks=pytest.mark.long)])
 def test_a_tool_gives_the_points_of_the_parts_that_hold(tool, two_exercises, tmp_path):
     def stuck(exercise: str, solution: str) -> str:
         return STUCK.format(name="broadcast") if exercise == "exercise_2_1" else solution

@@ -87,7 +87,9 @@ def test_the_end_of_a_script_without_close_leaves_nothing(tmp_path):
     assert not folders()
 
 
-@pytest.mark.parametrize("end", ["restart_kernel", "shutdown_kernel"])
+@pytest.mark.parametrize(
+    "end", [pytest.param("restart_kernel", marks=pytest.mark.long), "shutdown_kernel"]
+)
 def test_the_end_of_an_idle_kernel_leaves_nothing_and_waits_for_nobody(notebook, end):
     notebook.ranks(2)
     before = everything(notebook)
@@ -100,7 +102,10 @@ def test_the_end_of_an_idle_kernel_leaves_nothing_and_waits_for_nobody(notebook,
     assert not folders()
 
 
-@pytest.mark.parametrize("now", [False, True], ids=["waiting", "at once"])
+@pytest.mark.parametrize(
+    "now",
+    [pytest.param(False, marks=pytest.mark.long, id="waiting"), pytest.param(True, id="at once")],
+)
 def test_a_shutdown_in_a_deadlock_leaves_no_process(notebook, tmp_path, now):
     start_stuck(notebook, "recv", tmp_path / "recv")
     before = everything(notebook)

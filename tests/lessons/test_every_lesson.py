@@ -116,9 +116,10 @@ def under_torchrun(*arguments):
     return subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("forked_torchrun")
 def test_torchrun_gives_the_same_lines(tmp_path):
-    """All in one start, because a start takes seconds."""
+    """All in one start, because a start takes seconds. tests/cluster has two hosts do the same."""
     program = tmp_path / "program.py"
     program.write_text(
         "from importlib import import_module\n"

@@ -22,6 +22,7 @@ def under_mpiexec(world_size, *arguments):
     return subprocess.run(command, capture_output=True, text=True, timeout=600, env=variables)
 
 
+@pytest.mark.long
 def test_every_lesson_gives_the_same_line_and_its_trace(tmp_path):
     """All in one start, because a start takes seconds."""
     program = (
