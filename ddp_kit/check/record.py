@@ -97,7 +97,7 @@ class Record(Exercise):
         return score
 
     def _picture(self, score: Score, best: Score) -> Any:
-        from ddp_kit.plot.schedules import schedules  # ranks load no matplotlib
+        from ddp_kit.plot.work import schedules  # ranks load no matplotlib
 
         drawn = {"your answer": score, "the best known": best}
         titles = {f"{name}: {each.value:,.6g} {self.unit}": each for name, each in drawn.items()}

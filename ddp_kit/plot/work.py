@@ -1,13 +1,14 @@
-"""Which rank computes what, and when: the cells of a pipeline, the scores of attention."""
+"""Which rank computes what, and when: cells of a pipeline, scores of attention, schedules."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.patches import Polygon
+from matplotlib.ticker import MaxNLocator
 
 from ddp_kit.errors import PlotError
 from ddp_kit.plot import style
@@ -24,6 +25,8 @@ LEFT, TOP, ROW, HIGH = 0.9, 0.42, 0.42, 0.3  # inches of a pipeline
 ROOM = 0.085  # inches that a digit needs
 LOWER, PALER = 0.45, 0.35  # the boxes of a rank's last stage, beside those of its first
 SIDE = 3.0  # inches of the matrix of scores
+LOW, HEAD, AXIS = 0.3, 0.3, 0.42  # inches of a schedule: of a row, above them, below them
+LETTER = 0.075  # inches of a letter of a label
 
 
 class Cell(NamedTuple):
@@ -246,3 +249,50 @@ def _draw_work(ax: Axes, work: Sequence[Sequence[int]], most: float) -> None:
                 write(ax, start + count / 2, rank + 0.5, str(step), 8.5, **look)
         start += max(pairs)
     ax.axvline(start, color=QUIET, linewidth=0.8, linestyle=style.DASHES)
+
+
+def schedules(
+    given: Mapping[str, Sequence[tuple[int, float, float, str]]],
+    title: str,
+    along: str,
+    names: Sequence[str] = (),
+) -> Picture:
+    """Draw schedules above each other.
+
+    given: by its title, the spans of a schedule, each (rank, start, end, label). along: what the
+    axis is. names: of the rows, if they are no ranks.
+
+    Raises PlotError if there is no span.
+    """
+    ranks = 1 + max((span[0] for spans in given.values() for span in spans), default=-1)
+    names = names or [f"rank {rank}" for rank in range(ranks)]
+    lines = [
+        [name, names[rank], " ".join(label for row, _, _, label in spans if row == rank)]
+        for name, spans in given.items()
+        for rank in sorted({span[0] for span in spans})
+    ]
+    if not lines:
+        raise PlotError("no schedule has a span: there is nothing to draw")
+    text_table = table(title, ["", "", "what"], lines, align="<")
+    ends = [end for spans in given.values() for _, _, end, _ in spans]
+    length, height = max(ends) or 1, LOW * ranks
+    below = HEAD + len(given) * (HEAD + height + AXIS)
+    picture, sheet = open_picture(title, text_table, WIDTH, below)
+    width, top = WIDTH - LEFT - 0.15, HEAD
+    for name, spans in given.items():
+        write(sheet, LEFT, top + HEAD / 2, name, 9.5)
+        top += HEAD
+        ax = picture.chart(LEFT, top, width, height, "x", xlabel=along)
+        ax.set(xlim=(0, length), ylim=(ranks, 0), yticks=[])
+        whole = all(float(end).is_integer() for end in ends)
+        ax.xaxis.set_major_locator(MaxNLocator(integer=whole))
+        for rank in range(ranks):
+            write(sheet, LEFT - 0.1, top + (rank + 0.5) * LOW, names[rank], 8.5, ha="right")
+        for rank, start, end, label in spans:
+            fill, bar = rank_color(rank), (rank + 0.1, 0.8)
+            bars(ax, [(start, end - start)], bar, fill, style.EDGE, linewidth=0.5)
+            if (end - start) / length * width > LETTER * len(label):
+                look = {"ha": "center", "color": style.text_color(fill)}
+                write(ax, (start + end) / 2, rank + 0.5, label, 7.5, **look)
+        top += height + AXIS
+    return picture
