@@ -1,18 +1,30 @@
-"""MNIST with and without a network, and torchvision with a PyTorch that it was not built for."""
+"""MNIST with and without a network, and torchvision with a PyTorch that it was not built for.
+
+`torchvision.datasets.MNIST(download=True)` does not serve ranks: all would download at once, into
+the same files, and read what others have half written. Here one downloads and the others wait, a
+file appears when it is whole, every wait has a limit, and an error is one sentence.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import gzip
+import hashlib
+import http.client
 import importlib.util
 import os
 import struct
 import sys
-from contextlib import suppress
+import time
+import urllib.request
+import zlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ddp_kit.download import FILES, download, original
 from ddp_kit.errors import DataError
+from ddp_kit.trace.rank import progress, recorder
 
 if TYPE_CHECKING:
     import torch
@@ -21,6 +33,20 @@ if TYPE_CHECKING:
 DIGITS = Path(__file__).parent / "lessons" / "data" / "digits"
 PLACES = ("", "raw", "MNIST/raw")  # below a folder; torchvision uses the last
 MEAN, DEVIATION = 0.1307, 0.3081  # of the training images, scaled to 0 to 1 and rounded
+# The four files of the full MNIST, and the SHA-256 of each when it is not compressed: a file that
+# somebody has compressed again is as good.
+FILES = {
+    "train-images-idx3-ubyte": "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db",
+    "train-labels-idx1-ubyte": "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5",
+    "t10k-images-idx3-ubyte": "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7",
+    "t10k-labels-idx1-ubyte": "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2",
+}
+MIRRORS = (
+    "https://ossci-datasets.s3.amazonaws.com/mnist/",
+    "https://storage.googleapis.com/cvdf-datasets/mnist/",
+)
+SIZE = 11_594_722  # bytes of the four files as they are downloaded
+SILENCE, LONGEST = 30, 600  # seconds: without a byte of a download, and for one file
 
 
 def mnist(
@@ -42,11 +68,8 @@ def mnist(
     for name, value in (("train", train), ("full", full)):
         if not isinstance(value, bool):
             raise DataError(f"{name} must be True or False, got {value!r}")
-    if folder is not None:
-        if not isinstance(folder, (str, os.PathLike)) or not str(folder):
-            raise DataError(f"folder must be the path of a folder, got {folder!r}")
-        if not full:
-            raise DataError(f"folder={str(folder)!r} is for the full MNIST; pass full=True, too")
+    if folder is not None and not full:
+        raise DataError(f"folder={str(folder)!r} is for the full MNIST; pass full=True, too")
     part = "train" if train else "t10k"
     names = (f"{part}-images-idx3-ubyte", f"{part}-labels-idx1-ubyte")
     if full:
@@ -70,13 +93,11 @@ def _full(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return two of the four files as tensors; download all four if there is no folder."""
     own = os.environ.get("DDP_KIT_MNIST") if folder is None else folder
-    try:
-        place = Path(own).expanduser() if own else _cache()
-        found = {name: _find(place, name) for name in FILES}
-    except (OSError, RuntimeError, TypeError, ValueError) as error:
-        where = f"the folder {str(own)!r}" if own else "the cache in the home directory"
-        reason = getattr(error, "strerror", None) or error
-        raise DataError(f"{where} cannot be searched for MNIST: {reason}") from None
+    if own:
+        place = Path(own).expanduser()
+    else:
+        place = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "ddp_kit")
+    found = {name: _find(place, name) for name in FILES}
     missing = [name for name in FILES if found[name] is None and (name in names or not own)]
     if missing and own:
         raise DataError(
@@ -89,10 +110,6 @@ def _full(
     advice = "replace it" if own else "delete it, and the next call downloads it"
     images, labels = (_read(found[name], name, advice) for name in names)
     return images, labels
-
-
-def _cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "ddp_kit")
 
 
 def _find(folder: Path, name: str) -> Path | None:
@@ -129,6 +146,99 @@ def _decode(data: bytes) -> torch.Tensor:
     return torch.frombuffer(body, dtype=torch.uint8).reshape(shape)
 
 
+def original(data: bytes, name: str) -> bytes | None:
+    """Return the content of a file, without compression; None if it is not MNIST's."""
+    if data[:2] == b"\x1f\x8b":
+        try:
+            data = gzip.decompress(data)
+        except (OSError, EOFError, zlib.error):
+            return None
+    return data if hashlib.sha256(data).hexdigest() == FILES[name] else None
+
+
+def download(files: list[str], folder: Path) -> None:
+    """Download these files into a folder, each in one step: nobody finds half of one.
+
+    Ranks and processes that need the same files wait for the one that downloads them. Raises
+    DataError if no mirror has the originals, or the folder cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(folder / ".lock", "w") as lock, _progress() as count:
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            for file in files:
+                if not (folder / file).is_file():  # another process had the lock first
+                    part = folder / f".{file}.part"
+                    try:
+                        part.write_bytes(_fetch(file, count))
+                        part.replace(folder / file)
+                    finally:
+                        part.unlink(missing_ok=True)
+    except (OSError, http.client.HTTPException) as error:
+        reason = getattr(error, "reason", None) or error
+        raise DataError(
+            f"the full MNIST could not be downloaded ({reason}); copy {', '.join(files)} from "
+            f"{MIRRORS[0]} into {folder}, or pass folder= the folder that has them, or use "
+            "kit.mnist(), which needs no network"
+        ) from None
+
+
+def _fetch(file: str, count: Callable[[int], None]) -> bytes:
+    """Return a file from the first mirror that has the original; raise what the last one raised."""
+    failure: Exception = OSError("there is no mirror")
+    for mirror in MIRRORS:
+        try:
+            data, limit = bytearray(), time.monotonic() + LONGEST
+            with urllib.request.urlopen(mirror + file, timeout=SILENCE) as answer:
+                while chunk := answer.read1(65536):  # read would wait until it has them all
+                    data += chunk
+                    count(len(chunk))
+                    if time.monotonic() > limit:
+                        raise TimeoutError(f"{file} took more than {LONGEST} s")
+            if original(bytes(data), file.removesuffix(".gz")) is not None:
+                return bytes(data)
+            failure = OSError(f"{mirror}{file} is not the file of MNIST, or not all of it")
+        except (OSError, http.client.HTTPException) as error:
+            failure = error
+    raise failure
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[int], None]]:
+    """Show how much has arrived; yield what counts it.
+
+    A rank shows it in the live view, other processes on stderr in a notebook or a terminal.
+    """
+    rank = recorder.current if progress.is_live else None
+    ipython = sys.modules.get("IPython")
+    in_notebook = ipython is not None and hasattr(ipython.get_ipython(), "kernel")
+    visible = in_notebook or sys.stderr.isatty()
+    done = shown = 0
+
+    def count(nbytes: int) -> None:
+        nonlocal done, shown
+        done += nbytes
+        percent = min(100, 100 * done // SIZE)
+        if percent <= shown:
+            return
+        shown = percent
+        if rank is not None:
+            rank.show_progress(percent, 100, f"downloading MNIST: percent of {SIZE / 1e6:.1f} MB")
+        elif visible:
+            bar = "#" * (percent // 4)
+            text = f"\rDownloading MNIST: [{bar:25}] {percent:3} % of {SIZE / 1e6:.1f} MB"
+            print(text, end="", file=sys.stderr, flush=True)
+
+    try:
+        yield count
+    finally:
+        if rank is not None:
+            rank.show_progress(None, None)
+        elif visible and shown:
+            print(file=sys.stderr)
+
+
 def load_torchvision_operators() -> bool:
     """Load torchvision's operators into PyTorch, as its import does; return whether that worked."""
     import torch
@@ -157,7 +267,7 @@ def declare_torchvision_operators() -> None:
     import torch
 
     for operator in ("nms", "qnms"):
-        with suppress(RuntimeError):  # declared already
+        with contextlib.suppress(RuntimeError):  # declared already
             torch.library.define(
                 f"torchvision::{operator}",
                 "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",

@@ -8,7 +8,6 @@ import hashlib
 import http.server
 import os
 import pickle
-import re
 import subprocess
 import sys
 import threading
@@ -19,7 +18,7 @@ import pytest
 import torch
 
 import ddp_kit as kit
-from ddp_kit import data, download
+from ddp_kit import data
 from ddp_kit.trace.rank import recorder
 
 
@@ -88,7 +87,7 @@ def mirror(monkeypatch, tmp_path):
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
     thread.start()
-    monkeypatch.setattr(download, "MIRRORS", (f"http://127.0.0.1:{server.server_port}/",))
+    monkeypatch.setattr(data, "MIRRORS", (f"http://127.0.0.1:{server.server_port}/",))
     yield handler
     handler.given_up.set()
     server.shutdown()
@@ -104,11 +103,11 @@ def sha256(name):
 @pytest.fixture(autouse=True)
 def small(monkeypatch, tmp_path):
     """Let the packaged digits pass for the full MNIST, and the cache be empty."""
-    for name in download.FILES:
-        monkeypatch.setitem(download.FILES, name, sha256(name))
+    for name in data.FILES:
+        monkeypatch.setitem(data.FILES, name, sha256(name))
     packed = [path.stat().st_size for path in data.DIGITS.glob("*.gz")]
-    monkeypatch.setattr(download, "SIZE", sum(packed))
-    monkeypatch.setattr(download, "MIRRORS", ("http://127.0.0.1:9/",))  # nothing listens there
+    monkeypatch.setattr(data, "SIZE", sum(packed))
+    monkeypatch.setattr(data, "MIRRORS", ("http://127.0.0.1:9/",))  # nothing listens there
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("DDP_KIT_MNIST", raising=False)
@@ -141,8 +140,8 @@ def test_without_a_network_one_sentence_says_which_files_go_where(raw):
     text = str(caught.value)
     assert "\n" not in text
     assert str(raw) in text
-    assert all(f"{name}.gz" in text for name in download.FILES)
-    assert download.MIRRORS[0] in text
+    assert all(f"{name}.gz" in text for name in data.FILES)
+    assert data.MIRRORS[0] in text
 
 
 @pytest.mark.parametrize(
@@ -189,7 +188,7 @@ def test_a_damaged_file_is_refused(tmp_path, raw, compressed, damage):
 def test_a_download_happens_once_and_leaves_the_four_files(mirror, raw, capsys):
     assert_digits(kit.mnist(full=True))
     assert len(kit.mnist(train=False, full=True)) == 2_000
-    files = sorted(f"{name}.gz" for name in download.FILES)
+    files = sorted(f"{name}.gz" for name in data.FILES)
     assert sorted(path[1:] for path in mirror.requests) == files
     assert sorted(path.name for path in raw.iterdir()) == [".lock", *files]
     assert capsys.readouterr() == ("", "")  # it is no terminal
@@ -228,34 +227,34 @@ def test_ranks_that_need_it_at_once_download_it_once(mirror, tmp_path):
     def load(rank, world_size, mirrors, files, cache):
         environment = {"XDG_CACHE_HOME": cache, "no_proxy": "127.0.0.1"}
         with (
-            patch.object(download, "MIRRORS", mirrors),
-            patch.dict(download.FILES, files),
+            patch.object(data, "MIRRORS", mirrors),
+            patch.dict(data.FILES, files),
             patch.dict(os.environ, environment),
         ):
             torch.distributed.barrier()
             return len(kit.mnist(full=True))
 
-    arguments = download.MIRRORS, download.FILES, str(tmp_path / "cache")
+    arguments = data.MIRRORS, data.FILES, str(tmp_path / "cache")
     assert list(kit.run(load, *arguments, world_size=2)) == [10_000, 10_000]
     assert len(mirror.requests) == 4
 
 
 @pytest.mark.parametrize("bad", ["missing", "other", "half"])
 def test_after_a_bad_mirror_the_next_is_asked_and_nothing_is_left(mirror, monkeypatch, raw, bad):
-    (good,) = download.MIRRORS
-    monkeypatch.setattr(download, "MIRRORS", (f"{good}{bad}/",))
+    (good,) = data.MIRRORS
+    monkeypatch.setattr(data, "MIRRORS", (f"{good}{bad}/",))
     with pytest.raises(kit.DataError, match="could not be downloaded"):
         kit.mnist(full=True)
     assert [path.name for path in raw.iterdir()] == [".lock"]
-    monkeypatch.setattr(download, "MIRRORS", (f"{good}{bad}/", good))
+    monkeypatch.setattr(data, "MIRRORS", (f"{good}{bad}/", good))
     assert_digits(kit.mnist(full=True))
 
 
 def test_a_mirror_that_sends_almost_nothing_is_waited_for_until_the_limit(mirror, monkeypatch):
-    (good,) = download.MIRRORS
-    monkeypatch.setattr(download, "MIRRORS", (f"{good}stuck/",))
-    monkeypatch.setattr(download, "SILENCE", 5)
-    monkeypatch.setattr(download, "LONGEST", 0)  # so that the first byte is too late
+    (good,) = data.MIRRORS
+    monkeypatch.setattr(data, "MIRRORS", (f"{good}stuck/",))
+    monkeypatch.setattr(data, "SILENCE", 5)
+    monkeypatch.setattr(data, "LONGEST", 0)  # so that the first byte is too late
     with pytest.raises(kit.DataError, match=r"train-images-idx3-ubyte\.gz took more than 0 s"):
         kit.mnist(full=True)
 
@@ -265,7 +264,7 @@ def test_the_next_download_removes_the_parts_of_one_that_was_killed(mirror, raw)
     for file in (".train-images-idx3-ubyte.gz.part", ".t10k-labels-idx1-ubyte.gz.part"):
         (raw / file).write_bytes(b"half")
     kit.mnist(full=True)
-    files = [f"{name}.gz" for name in download.FILES]
+    files = [f"{name}.gz" for name in data.FILES]
     assert {path.name for path in raw.iterdir()} == {".lock", *files}
 
 
@@ -282,25 +281,6 @@ def test_an_interrupt_leaves_no_half_file(mirror, monkeypatch, raw):
 def test_a_folder_for_the_packaged_digits_is_refused():
     with pytest.raises(kit.DataError, match="pass full=True, too"):
         kit.mnist(folder="digits")
-
-
-@pytest.mark.parametrize("folder", [5, ""])
-def test_a_folder_that_is_no_path_is_refused(folder, mirror):
-    said = re.escape(f"folder must be the path of a folder, got {folder!r}")
-    for full in (True, False):
-        with pytest.raises(kit.DataError, match=said):
-            kit.mnist(full=full, folder=folder)
-    assert mirror.requests == []
-
-
-@pytest.mark.parametrize("folder", ["~nosuchuser/x", "x" * 5000], ids=["user", "long"])
-def test_a_folder_that_cannot_exist_is_a_data_error(folder, monkeypatch):
-    said = "cannot be searched for MNIST: |lacks "  # Python 3.14 looks for a name of any length
-    with pytest.raises(kit.DataError, match=said):
-        kit.mnist(full=True, folder=folder)
-    monkeypatch.setenv("DDP_KIT_MNIST", folder)
-    with pytest.raises(kit.DataError, match=said):
-        kit.mnist(full=True)
 
 
 @pytest.mark.parametrize("first", ["import ddp_kit", "import ddp_kit; ddp_kit.mnist()"])

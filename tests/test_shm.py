@@ -27,7 +27,7 @@ from processes import wait_until
 
 import ddp_kit as kit
 from ddp_kit.backends import shm
-from ddp_kit.backends.shm import process_group, segment
+from ddp_kit.backends.shm import segment
 from ddp_kit.errors import BackendError
 from ddp_kit.trace.events import Event, Group
 from ddp_kit.verdict import graph
@@ -176,18 +176,18 @@ def test_a_rank_leaves_a_collective_only_after_those_that_it_needs(forked_ranks)
 
 def test_ranks_of_two_hosts_or_containers_are_refused():
     one = {"host": "here", "boot": "1", "processes": "pid:[1]"}
-    assert process_group._refusal(one, {**one, "host": "alias"}, 2) == ""
-    assert process_group._refusal(one, {**one, "host": "there", "boot": "2"}, 2) == (
+    assert shm._refusal(one, {**one, "host": "alias"}, 2) == ""
+    assert shm._refusal(one, {**one, "host": "there", "boot": "2"}, 2) == (
         "backend=\"shm\" needs all ranks on one host, and rank 0 runs on 'here' and rank 2 on "
         "'there'; use backend=\"gloo\""
     )
-    assert "several containers" in process_group._refusal(one, {**one, "processes": "pid:[2]"}, 1)
+    assert "several containers" in shm._refusal(one, {**one, "processes": "pid:[2]"}, 1)
 
 
 def test_a_rank_of_another_host_refuses_and_the_others_do_not_wait_for_it(forked_ranks):
     def worker(rank, world_size):
         if rank == 1:
-            process_group._identity = lambda: {"host": "there", "boot": "2", "processes": ""}
+            shm._identity = lambda: {"host": "there", "boot": "2", "processes": ""}
         dist.new_group(backend="shm")
 
     shm.register()

@@ -65,9 +65,9 @@ def register() -> None:
 
 
 def _create(options: Any, backend_options: Any) -> dist.ProcessGroup:
-    from ddp_kit.backends.mpi import lifecycle
+    from ddp_kit.backends.mpi.process_group import create_group
 
-    return lifecycle.create_group(options)
+    return create_group(options)
 
 
 def load() -> ModuleType:
@@ -75,9 +75,9 @@ def load() -> ModuleType:
 
     Raises BackendError if that is not possible.
     """
-    from ddp_kit.backends.mpi import lifecycle
+    from ddp_kit.backends.mpi.process_group import initialize
 
-    return lifecycle.initialize()
+    return initialize()
 
 
 def missing() -> str | None:
@@ -124,8 +124,6 @@ def mpiexec(world_size: int) -> list[str]:
     and no rank is bound to a core. Run the command with `environment()` added to the environment.
     Raises BackendError if there is no mpiexec.
     """
-    if world_size < 1:
-        raise BackendError(f"world_size must be at least 1, got {world_size}")
     path = _find_mpiexec()
     if path is None:
         raise BackendError(_missing_mpiexec())

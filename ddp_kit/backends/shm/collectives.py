@@ -159,7 +159,6 @@ class SharedMemoryOperations:
             yield from self._until_read((root or 0,))
 
     def _reduce_chunk(self, data: Tensor, op: str, call: tuple[int, int], wants: bool) -> Steps:
-        """Reduce a chunk, of which each rank owns a part."""
         bounds = [len(data) * rank // self._size for rank in range(self._size + 1)]
         low, high = bounds[self._rank], bounds[self._rank + 1]
         yield from self._until_free()
@@ -279,7 +278,6 @@ def _name(call: tuple[int, int]) -> str:
 
 
 def _describe(call: tuple[int, int]) -> str:
-    """Return what a rank has called, for an error."""
     code, nbytes = call
     name = _name(call)
     words = [name]

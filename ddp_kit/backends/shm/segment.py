@@ -108,7 +108,6 @@ class Segment:
         return (self._slots + (rank * SLOTS + slot) * (PAGE + SLOT)) // 8
 
     def slot(self, rank: int, slot: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return the memory of a slot, as a flat tensor."""
         start = self.header(rank, slot) * 8 + PAGE
         return self._bytes[start : start + SLOT].view(dtype)
 
@@ -207,7 +206,6 @@ def bytes_for(size: int) -> int:
 
 
 def create(size: int) -> int:
-    """Create the file of a group of so many ranks; return its descriptor."""
     descriptor = os.memfd_create("ddp_kit shm")
     os.ftruncate(descriptor, bytes_for(size))
     return descriptor
