@@ -169,7 +169,6 @@ def describe(value: Any, numbers: Numbers | None) -> str:
 
 
 def name_dtype(dtype: torch.dtype) -> str:
-    """Return "float32" for torch.float32."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -272,7 +271,6 @@ def _own_parts(mine: Tensors, want: torch.Tensor, slack: float) -> Cause | None:
 def _multiple(
     have: torch.Tensor, want: torch.Tensor, slack: float, world_size: int | None
 ) -> Cause | None:
-    """Recognize a multiple of the reference."""
     if have.numel() < FEW and slack > COARSE:
         return None
     factor = ((want.conj() * have).sum() / (want.conj() * want).sum()).real.item()
@@ -339,7 +337,6 @@ def _pieces(found: Tensors, wanted: Tensors, dim: int, bound: float) -> Cause | 
 
 
 def _drift(mine: Tensors, want: torch.Tensor, bound: float) -> Cause | None:
-    """Recognize ranks that differ from each other."""
     right = [rank for rank, value in enumerate(mine) if _close(value, want, bound)]
     if len(right) == len(mine) or all(_close(value, mine[0], bound) for value in mine):
         return None

@@ -134,8 +134,6 @@ class PythonProcessGroup(dist.ProcessGroup):
         self._engine.close()
 
     def _start(self, call: Call) -> PythonWork:
-        """Start the collectives of a call as one operation."""
-
         def steps() -> Steps:
             for each in call.steps:
                 yield from each
@@ -169,7 +167,6 @@ class PythonProcessGroup(dist.ProcessGroup):
 
     @property
     def timeout(self) -> timedelta:
-        """The time after which an operation fails."""
         return self._timeout
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -224,7 +221,6 @@ class PythonProcessGroup(dist.ProcessGroup):
     def gather(
         self, output_tensors: Sequence[Tensors], input_tensors: Tensors, opts: Any = None
     ) -> PythonWork:
-        """Collect a tensor of every rank in the root's list; they may differ in size."""
         opts = opts or dist.GatherOptions()
         (tensor,) = input_tensors
         outputs: Tensors = ()
@@ -236,7 +232,6 @@ class PythonProcessGroup(dist.ProcessGroup):
     def scatter(
         self, output_tensors: Tensors, input_tensors: Sequence[Tensors], opts: Any = None
     ) -> PythonWork:
-        """Send entry i of the root's list to rank i; the tensors may differ in size."""
         opts = opts or dist.ScatterOptions()
         (output,) = output_tensors
         inputs: Tensors = ()
@@ -248,7 +243,6 @@ class PythonProcessGroup(dist.ProcessGroup):
     def alltoall(
         self, output_tensors: Tensors, input_tensors: Tensors, opts: Any = None
     ) -> PythonWork:
-        """Send entry i of the list to rank i, on every rank; the tensors may differ in size."""
         self._check_length("alltoall", output_tensors, "output")
         self._check_list("alltoall", input_tensors, output_tensors[self._rank], "input")
         self._check_list("alltoall", output_tensors, input_tensors[self._rank], "output")
@@ -272,7 +266,6 @@ class PythonProcessGroup(dist.ProcessGroup):
         input_split_sizes: Sequence[int] | None = None,
         opts: Any = None,
     ) -> PythonWork:
-        """Send rows of a tensor to each rank, and receive rows of each; splits may differ."""
         _check_dtypes("all_to_all_single", [output], input)
         to = _split_counts(input, input_split_sizes or (), self._size, "the input")
         of = _split_counts(output, output_split_sizes or (), self._size, "the output")
@@ -290,7 +283,6 @@ class PythonProcessGroup(dist.ProcessGroup):
     def allgather(
         self, output_tensors: Sequence[Tensors], input_tensors: Tensors, opts: Any = None
     ) -> PythonWork:
-        """Collect a tensor of every rank in a list; they may differ in size."""
         return self._all_gather("allgather", output_tensors, input_tensors, opts)
 
     def allgather_coalesced(
@@ -301,7 +293,6 @@ class PythonProcessGroup(dist.ProcessGroup):
         return self._all_gather("allgather_coalesced", lists, input_list, opts)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> PythonWork:
-        """Collect a tensor of every rank in one tensor; all have the same size."""
         return self._all_gather("all_gather_single", [output], [input], opts)
 
     def all_gather_single_coalesced(
@@ -321,7 +312,6 @@ class PythonProcessGroup(dist.ProcessGroup):
     # Reductions
 
     def reduce(self, tensors: Tensors, opts: Any = None) -> PythonWork:
-        """Reduce the tensors of all ranks on the root; the others keep theirs."""
         opts = opts or dist.ReduceOptions()
         return self._reduce("reduce", tensors, opts, opts.rootRank)
 
@@ -346,11 +336,9 @@ class PythonProcessGroup(dist.ProcessGroup):
     def reduce_scatter(
         self, output_tensors: Tensors, input_tensors: Sequence[Tensors], opts: Any = None
     ) -> PythonWork:
-        """Reduce the lists of all ranks; rank i gets entry i. Sizes may differ."""
         return self._reduce_scatter("reduce_scatter", output_tensors, input_tensors, opts)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> PythonWork:
-        """Reduce the tensors of all ranks; each rank gets its part."""
         return self._reduce_scatter("reduce_scatter_single", [output], [input], opts)
 
     def reduce_scatter_single_coalesced(

@@ -79,7 +79,6 @@ class Cell:
     had: frozenset[int] = frozenset()
 
     def __call__(self, rank: int, world_size: int) -> CellOutput | None:
-        """Run the cell on this rank."""
         if self.only is not None and rank not in self.only:
             return None
         session = _open(rank, world_size, self.had)
@@ -149,7 +148,6 @@ class Names:
     keeps_groups: ClassVar[bool] = True
 
     def __call__(self, rank: int, world_size: int) -> list[str]:
-        """Return the names of this rank, sorted."""
         given = {"torch", "dist", "kit", "display", "rank", "world_size"}
         held = vars(_session.main) if _session else {}
         return sorted(n for n in held if not n.startswith("__") and n not in given)
