@@ -217,11 +217,12 @@ def waits_for_each_others_keys(rank, world_size):
 
 def polls(rank, world_size):
     if rank == 0:
-        work, tries = dist.all_reduce(torch.ones(1), async_op=True), 0
-        while not work.is_completed():
+        jobs, tries = SimpleNamespace(), 0
+        jobs.works = [dist.all_reduce(torch.ones(1), async_op=True)]
+        while not jobs.works[0].is_completed():
             tries += 1
             time.sleep(0.01)
-            print(".", end="")
+            print(f"\r{tries}", end="")
 
 
 def polls_two_works(rank, world_size):
@@ -625,6 +626,18 @@ def test_calls_of_worlds_with_one_name_are_not_compared(tmp_path):
     kit.run(waits_in_a_world_that_is_formed_again, str(tmp_path / "store"), world_size=2)
     with pytest.raises(kit.DeadlockError, match="rank 1 waits in barrier for rank 0"):
         kit.run(skips_a_barrier_in_the_new_world, str(tmp_path / "other"), world_size=2)
+
+
+@pytest.mark.parametrize("parents", [[[0, 2], [1, 3]], [[0, 1, 2], [3]]])
+def test_groups_of_one_member_within_a_subgroup_concern_its_members_only(parents):
+    def worker(rank, world_size):
+        mine, _ = dist.new_subgroups_by_enumeration(parents)
+        current, groups = dist.new_subgroups(group_size=1, group=mine)
+        dist.barrier()
+        return dist.get_process_group_ranks(current), len(groups)
+
+    sizes = {rank: len(group) for group in parents for rank in group}
+    assert list(kit.run(worker, world_size=4)) == [([rank], sizes[rank]) for rank in range(4)]
 
 
 def test_larger_groups_with_one_number_are_a_mismatch():

@@ -22,6 +22,7 @@ from ddp_kit.error_text import Frame, Wait
 from ddp_kit.trace.board import Board, HeadBits, RowBits
 from ddp_kit.trace.calls import Call, CallSite, Count, InternTable, is_short
 from ddp_kit.trace.events import format_call
+from ddp_kit.trace.polling import Loop
 from ddp_kit.trace.stacks import describe_line, find_caller, own_frame, write_handled
 
 _MOST_THREADS = 1_000  # of a run whose names are written: the board has room for some texts
@@ -110,7 +111,8 @@ class Recorder:
         self._from_any: dict[Count, dict[int, int | None]] = {}
         self._followed: dict[int, tuple[weakref.ref, Posted]] = {}  # by the id of a future or Work
         self.polled: Posted | None = None  # the operation that a loop of the worker waits for
-        self.no_wait_at: set[tuple[CodeType, int]] = set()  # places in code that poll and do more
+        self.loops: dict[tuple[str, int], Loop | None] = {}  # that may poll, by line
+        self.no_wait_at: tuple[CodeType, int] | None = None  # a code and a place in it that polls
         self.key_waits = 0  # for keys of a store
         self._is_cut = False  # an operation has failed
         self._futures = 0  # that somebody holds, of operations that are not complete

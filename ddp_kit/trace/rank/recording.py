@@ -26,7 +26,7 @@ from ddp_kit.trace.calls import Call, InternTable, describe, facts, is_short
 from ddp_kit.trace.rank import data_parallel, functional, recorder, waits
 from ddp_kit.trace.rank.gloo_limits import CPU_ONLY, memory_order, refuse_on_gpus
 from ddp_kit.trace.rank.recorder import Recorder, while_recorded
-from ddp_kit.trace.stacks import C10D
+from ddp_kit.trace.stacks import C10D, is_own
 
 _FUTURE = torch.futures.Future.__bases__[0]  # of which get_future returns an instance
 
@@ -202,12 +202,24 @@ def _new_group(
 ) -> Any:
     world = dist.group.WORLD
     members = tuple(range(dist.get_world_size()) if ranks is None else sorted(ranks))
-    alone = kwargs.get("use_local_synchronization")
+    # A group of one member connects nobody. Larger ones with the same number share their keys in
+    # the store, so all ranks must agree on them.
+    alone = kwargs.get("use_local_synchronization") or (len(members) == 1 and _divides_subgroup())
     if world is None or (alone and dist.get_rank() not in members):
         return original(ranks, *args, **kwargs)
     call = Call("new_group", inputs=((members, None),))
     posted = recorder.post(("new_group", members) if alone else world, call, blocking=True)
     return recorder.block(posted, False, original, ranks, *args, **kwargs)
+
+
+def _divides_subgroup() -> bool:
+    """Return whether new_subgroups divides a group that need not have all ranks."""
+    frame = sys._getframe(1)
+    while frame is not None and not is_own(frame.f_code.co_filename):
+        if (frame.f_code.co_filename, frame.f_code.co_name) == (C10D, "new_subgroups"):
+            return frame.f_locals["group"] not in (None, dist.group.WORLD)
+        frame = frame.f_back
+    return False
 
 
 def _new_process_group(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import builtins
 import concurrent.futures
+import inspect
 import io
 import os
 import reprlib
@@ -12,8 +14,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
-from types import FrameType
+from types import FrameType, WrapperDescriptorType
 from typing import Any
 
 import torch.distributed as dist
@@ -21,13 +24,14 @@ from torch.distributed import Work
 from torch.futures import Future
 
 from ddp_kit.trace.calls import Call, is_short
-from ddp_kit.trace.polling import find_polling_loop
+from ddp_kit.trace.polling import find_polling_loop, is_plain_number
 from ddp_kit.trace.rank.recorder import Posted, Recorder, own_line
 from ddp_kit.trace.stacks import is_kit, is_own
 
 _DISTRIBUTED = os.path.join(os.path.dirname(dist.__file__), "")
 _STORE_TIMEOUT = timedelta(seconds=300)  # PyTorch's default, which nobody chose
 _MOST_KEYS = 1_000  # waits for keys that are recorded in a run: the board has room for some texts
+_HARMLESS = {"print": print, "sleep": time.sleep, "all": all, "any": any}
 _shorten = reprlib.Repr()
 _shorten.maxstring = 100
 
@@ -172,43 +176,73 @@ def poll(recorder: Recorder, original: Callable, work: Work) -> bool:
         return True
     frame = sys._getframe(2)
     place = frame.f_code, frame.f_lasti
+    if place == recorder.no_wait_at:  # a tight loop comes here all the time
+        return False
     posted = recorder.operation_of(work)
-    if posted is None or posted is recorder.polled or place in recorder.no_wait_at:
+    if posted is None or posted is recorder.polled:
         return False
     in_main = threading.current_thread() is threading.main_thread()
-    if in_main and _only_polls(frame):
+    if in_main and _only_polls(frame, recorder.loops):
         recorder.begin_poll(posted)
     elif in_main:
-        recorder.no_wait_at.add(place)  # a tight loop comes here all the time
+        recorder.no_wait_at = place
     return False
 
 
-def _only_polls(frame: FrameType) -> bool:
-    """Return whether a call is made in a loop that ends only when an operation is complete."""
-    file = frame.f_code.co_filename
-    used = find_polling_loop(file, frame.f_lineno) if is_own(file) else None
-    if used is None:
+def _only_polls(frame: FrameType, loops: dict) -> bool:
+    """Return whether a call is made in a loop that ends only when an operation is complete.
+
+    loops: what is known of loops, by file and line; it is added to.
+    """
+    file, line = frame.f_code.co_filename, frame.f_lineno
+    try:
+        loop = loops[file, line]
+    except KeyError:
+        loop = loops[file, line] = find_polling_loop(file, line) if is_own(file) else None
+    if loop is None:
         return False
     while frame.f_code.co_name == "<genexpr>" and frame.f_back is not None:
         frame = frame.f_back
-    names = {**vars(builtins), **frame.f_globals, **frame.f_locals}
-    return all(_is_harmless(names.get(name)) for name in used) and not may_be_interrupted()
-
-
-def _is_harmless(value: Any) -> bool:
-    """Return whether what a loop uses is what it seems to be, so that it cannot end the loop."""
-    if value is print:
-        return type(sys.stdout) is io.TextIOWrapper
-    if type(value) in (list, tuple):  # an iterator may be at its end
-        return all(map(_is_recorded, value))
-    is_usual = any(value is usual for usual in (all, time, time.sleep))
-    return is_usual or type(value) is int or _is_recorded(value)
+    works = [_find(work, frame) for work in loop.works]
+    for collection in (_find(name, frame) for name in loop.collections):
+        if type(collection) not in (list, tuple):  # an iterator may be at its end
+            return False
+        works += collection
+    named = ((name, _find(ast.parse(name, mode="eval").body, frame)) for name in loop.calls)
+    return (
+        all(found is _HARMLESS[name.split(".")[-1]] for name, found in named)
+        and all(map(_is_recorded, works))
+        and all(is_plain_number(_find(ast.Name(name), frame)) for name in loop.numbers)
+        and ("print" not in loop.calls or type(sys.stdout) is io.TextIOWrapper)
+        and not may_be_interrupted()
+    )
 
 
 def _is_recorded(work: Any) -> bool:
     """Return whether this is a Work, and its `is_completed` no method of the learner's."""
     method = work.is_completed if isinstance(work, Work) else None
     return getattr(method, "__code__", None) is Work.is_completed.__code__
+
+
+def _find(named: ast.expr, frame: FrameType) -> Any:
+    """Return what `work`, `self.work` or `works[0]` stands for; None if that may run any code."""
+    if isinstance(named, ast.Name):
+        scopes = frame.f_locals, frame.f_globals, vars(builtins)
+        return next((scope[named.id] for scope in scopes if named.id in scope), None)
+    if isinstance(named, ast.Attribute):
+        owner = _find(named.value, frame)
+        if not isinstance(type(owner).__getattribute__, WrapperDescriptorType):
+            return None  # a method of the learner's
+        held = vars(owner).get(named.attr) if hasattr(owner, "__dict__") else None
+        return held if inspect.getattr_static(owner, named.attr, None) is held else None
+    if isinstance(named, ast.Subscript):
+        owner = _find(named.value, frame)
+        at = named.slice.value if isinstance(named.slice, ast.Constant) else None
+        at = _find(named.slice, frame) if isinstance(named.slice, ast.Name) else at
+        if type(owner) in (list, tuple, dict) and type(at) in (int, str):
+            with suppress(LookupError, TypeError):
+                return owner[at]
+    return None
 
 
 def may_be_interrupted() -> bool:
