@@ -54,9 +54,6 @@ class Feature:
         self.is_on = bool(self.found) if any_of else not self.missing
         Feature.all.append(self)
 
-    def __repr__(self) -> str:
-        return f"Feature({'on' if self.is_on else 'off'}: {', '.join(self.names)})"
-
 
 def notices() -> list[str]:
     """Return a line for each feature that is off: what is missing, and what is lost without it."""
@@ -124,32 +121,20 @@ COLLECTIVES = {
 }
 # Functional collectives are operators, of which torch.compile calls those that work in place.
 FUNCTIONAL_NAMESPACE = "_c10d_functional"
-FUNCTIONAL_WAITS = Feature(
+OPERATORS = (
+    *("broadcast", "broadcast_", "all_reduce", "all_reduce_"),
+    *("all_reduce_coalesced", "all_reduce_coalesced_"),
+    *("all_gather_into_tensor", "all_gather_into_tensor_out", "all_gather_into_tensor_coalesced"),
+    *("reduce_scatter_tensor", "reduce_scatter_tensor_out", "reduce_scatter_tensor_coalesced"),
+    "all_to_all_single",
+)
+FUNCTIONAL = Feature(
     "functional collectives, such as those of DTensor, are not traced",
     f"torch:ops.{FUNCTIONAL_NAMESPACE}.wait_tensor.default._op_dk",
     f"{_C10D}:_resolve_process_group",
-)
-FUNCTIONAL = tuple(
-    Feature(
-        f"the functional {operators[0]} is not traced",
-        *(f"torch:ops.{FUNCTIONAL_NAMESPACE}.{operator}" for operator in operators),
-        any_of=True,
-    )
-    for operators in (
-        ("broadcast", "broadcast_"),
-        ("all_reduce", "all_reduce_"),
-        ("all_reduce_coalesced", "all_reduce_coalesced_"),
-        ("all_gather_into_tensor", "all_gather_into_tensor_out"),
-        ("all_gather_into_tensor_coalesced",),
-        ("reduce_scatter_tensor", "reduce_scatter_tensor_out"),
-        ("reduce_scatter_tensor_coalesced",),
-        ("all_to_all_single",),
-    )
-)
-# What DTensor calls on a GPU to shard by another dimension. It waits for its own collective.
-SHARD_DIM_ALLTOALL = Feature(
-    "DTensor's change of the dimension that is sharded is not traced on GPUs",
+    # What DTensor calls on a GPU to shard by another dimension. It waits for its own collective.
     "torch:ops._dtensor.shard_dim_alltoall",
+    *(f"torch:ops.{FUNCTIONAL_NAMESPACE}.{operator}" for operator in OPERATORS),
 )
 FRAMES = Feature(
     "torch.compile compiles the recorder with a function that sends, and may fail",
@@ -170,33 +155,18 @@ NEW_WORLDS = Feature(
 )
 # All or none: a hook of the kit's must know the hook that the learner registers, which takes its
 # place, and by how many ranks DDP divides inside `join`.
-DDP_GRADIENTS = Feature(
-    "the gradients of DistributedDataParallel, and how it rebuilds its buckets, are not traced",
+DDP = Feature(
+    "what DistributedDataParallel sends is not traced",
     "torch.nn.parallel:DistributedDataParallel._ddp_init_helper",
     "torch.distributed:Reducer._set_forward_pass_work_handle",
     "torch.distributed:_register_comm_hook",
     "torch.distributed:_register_builtin_comm_hook",
-)
-DDP_JOIN = Feature(
-    "collectives that DistributedDataParallel.join starts are reported as wrong",
     "torch.nn.parallel:DistributedDataParallel._check_global_requires_backward_grad_sync",
     "torch.nn.parallel:DistributedDataParallel._match_unused_params_allreduce",
-)
-DDP_BUCKETS = Feature(
-    "the collective with which DistributedDataParallel rebuilds its buckets is not traced",
     "torch.distributed:Reducer._rebuild_buckets",
-)
-DDP_CHECK = Feature(
-    "the collective with which DistributedDataParallel compares its models is not traced",
     "torch.distributed:_verify_params_across_processes",
-)
-DDP_BROADCAST = Feature(
-    "the parameters and buffers that DistributedDataParallel broadcasts are not traced",
     "torch.distributed:_broadcast_coalesced",
-)
-DDP_UNUSED = Feature(
-    "the collective with which DistributedDataParallel finds unused parameters is not traced",
-    "torch.autograd:Variable._execution_engine",
+    "torch.autograd:Variable._execution_engine",  # is not replaced
 )
 
 
@@ -224,17 +194,17 @@ def resolve_group(group: Any) -> ProcessGroup:
     """Return the process group that an operator is called with, by its name or as itself."""
     if not isinstance(group, str):
         return group
-    return FUNCTIONAL_WAITS.found["_resolve_process_group"][1](group)
+    return FUNCTIONAL.found["_resolve_process_group"][1](group)
 
 
 def after_backward(callback: Callable[[], None]) -> None:
     """Call a function at the end of the backward pass that is on."""
-    DDP_UNUSED.found["_execution_engine"][1].queue_callback(callback)
+    DDP.found["_execution_engine"][1].queue_callback(callback)
 
 
 def register_comm_hook(reducer: Any, hook: Any) -> None:
     """Register a communication hook as PyTorch does, also while that function is replaced."""
-    DDP_GRADIENTS.found["_register_comm_hook"][1](reducer, None, hook)
+    DDP.found["_register_comm_hook"][1](reducer, None, hook)
 
 
 # --- what the kit asks PyTorch -------------------------------------------------------------

@@ -21,15 +21,12 @@ from ddp_kit.torch_internals import Feature
 PACKAGE = Path(ddp_kit.__file__).parent
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 MESSAGES = {"send", "recv", "batch_isend_irecv"}
-GRADIENTS = {"DDP all_reduce", "DDP forward", "DDP find_unused_parameters"}
-OPERATORS = [  # the last name of each feature of functional collectives, and which it is
-    *((f"{name}_", name) for name in ("broadcast", "all_reduce", "all_reduce_coalesced")),
-    *((f"{name}_out", name) for name in ("all_gather_into_tensor", "reduce_scatter_tensor")),
-    *((f"{name}_tensor_coalesced",) * 2 for name in ("all_gather_into", "reduce_scatter")),
-    ("all_to_all_single", "all_to_all_single"),
-]
-SHARD_DIM = {"functional shard_dim_alltoall"}
-FUNCTIONAL = {f"functional {name}" for _, name in OPERATORS} | SHARD_DIM
+DDP = {f"DDP {name}" for name in ("all_reduce", "forward", "broadcast", "find_unused_parameters")}
+DDP.add("DistributedDataParallel")
+FUNCTIONAL = {
+    f"functional {name.removesuffix('_').removesuffix('_out')}"
+    for name in (*torch_internals.OPERATORS, "shard_dim_alltoall")
+}
 # Operations that are not in the trace, by the last of the names that are missing.
 LOST = {
     **dict.fromkeys(("send", "recv", "recv_anysource"), MESSAGES),
@@ -46,18 +43,8 @@ LOST = {
         for op, old in (("all_gather", "allgather_into"), ("reduce_scatter", "reduce_scatter"))
     },
     "_new_group_with_tag": {"new_group"},
-    "_ddp_init_helper": GRADIENTS,
-    "_set_forward_pass_work_handle": GRADIENTS,
-    "_register_comm_hook": GRADIENTS,
-    "_register_builtin_comm_hook": GRADIENTS,
-    "_rebuild_buckets": {"DDP forward"},
-    "_verify_params_across_processes": {"DistributedDataParallel"},
-    "_broadcast_coalesced": {"DDP broadcast"},
-    "_execution_engine": {"DDP find_unused_parameters"},
-    **{f"ops._c10d_functional.{operator}": {f"functional {name}"} for operator, name in OPERATORS},
-    "ops._dtensor.shard_dim_alltoall": SHARD_DIM,
-    "_op_dk": FUNCTIONAL,
-    "_resolve_process_group": FUNCTIONAL,
+    **dict.fromkeys(("_ddp_init_helper", "_execution_engine"), DDP),
+    **dict.fromkeys(("_op_dk", "ops._c10d_functional.all_to_all_single"), FUNCTIONAL),
 }
 # Modules that have a page in PyTorch's documentation.
 DOCUMENTED = """
@@ -96,11 +83,13 @@ ELSEWHERE = {  # other undocumented names
     ("lessons/one_rank_first.py", "torch.utils.flop_counter"),
 }
 WORLD = "torch.distributed.distributed_c10d:_world"
-BY_ANY_NAME = [*torch_internals.COLLECTIVES.values(), *torch_internals.FUNCTIONAL]
+BY_ANY_NAME = list(torch_internals.COLLECTIVES.values())
+ALL_OR_NONE = [torch_internals.DDP, torch_internals.FUNCTIONAL]  # of which two names are tried
 # Where releases use different names for one thing, all of them are missing at once.
 CASES = [
     *(feature.names for feature in BY_ANY_NAME),
-    *((n,) for f in Feature.all if f not in BY_ANY_NAME for n in f.names),
+    *((f.names[place],) for f in ALL_OR_NONE for place in (0, -1)),
+    *((n,) for f in Feature.all if f not in BY_ANY_NAME + ALL_OR_NONE for n in f.names),
     (WORLD,),
 ]
 

@@ -30,6 +30,7 @@ from ddp_kit.trace import (
     recording,
     stacks,
 )
+from ddp_kit.trace.board import RowBits
 from ddp_kit.trace.calls import facts
 from ddp_kit.trace.rank import recorder
 
@@ -491,9 +492,9 @@ def test_a_receive_in_a_thread_that_was_left_is_nothing_to_wait_for(page):
         pass
     page.begin(1, 1)
     page.add_text(["group", "0", [0, 1]])
-    for number, op in ((2, "recv"), (3, "irecv")):
+    for number, op, bits in ((2, "recv", RowBits.BLOCKING), (3, "irecv", 0)):
         page.add_text(["call", op, "recv", "recv", 1, None, "", [], [], [], None, 4, "cpu", []])
-        page.post((number, 0, 1, 0, 0), -1, number, 1)
+        page.post((number, 0, 1, bits, 0), -1, number, 1)
     assert [event.op for event in Snapshot(0, page.read()).unawaited] == ["irecv"]
 
 

@@ -55,7 +55,7 @@ _TEXTS_AT = _COUNTS_AT + COUNTED * _COUNT.size
 _ROWS_AT = _TEXTS_AT + TEXTS
 _COUNTS, _ROWS = _COUNTS_AT // _NUMBER, _ROWS_AT // _NUMBER
 _STACKS_AT = _ROWS_AT + EVENTS * _ROW.size
-_SIZE = _STACKS_AT + (1 << 16)
+_SIZE = _STACKS_AT + (1 << 22)  # what nobody has written takes no memory
 
 
 class HeadBits:
@@ -198,15 +198,12 @@ class Board:
         self._places = {}
         self._numbers[_WAITING] = -1
         if self._page[_STACKS_AT]:
-            self._forget_stacks()
+            end = min(os.lseek(self._file.fileno(), 0, os.SEEK_CUR), _SIZE)
+            self._page[_STACKS_AT:end] = bytes(end - _STACKS_AT)
+            os.lseek(self._file.fileno(), _STACKS_AT, os.SEEK_SET)
         self.write_progress(None, None)
         self.write_handled(b"")
         self._write_head()
-
-    def _forget_stacks(self) -> None:
-        """Remove old answers, because the pool asks again in the next wait."""
-        self._page[_STACKS_AT:] = bytes(_SIZE - _STACKS_AT)
-        os.lseek(self._file.fileno(), _STACKS_AT, os.SEEK_SET)
 
     def end(self, now: int) -> None:
         """Write that the worker has ended."""
@@ -258,29 +255,18 @@ class Board:
         return index
 
     def begin_wait(
-        self,
-        index: int,
-        now: int,
-        limited: bool,
-        shown: bool,
-        polled: bool = False,
-        blocking: bool = False,
+        self, index: int, now: int, limited: bool, shown: bool, polled: bool = False
     ) -> None:
         """Write that a thread waits for an event.
 
         limited: the wait ends by itself after a time. shown: the thread is the worker's own.
-        polled: it is a loop that does nothing but ask whether the event is complete. blocking: the
-        call itself waits.
+        polled: it is a loop that does nothing but ask whether the event is complete.
         """
         numbers = self._numbers
         if index >= self._events - EVENTS:
             at = _ROWS + index % EVENTS * _OF_ROW
             numbers[at + _ROW_WAITED], numbers[at + _ROW_END] = now, 0
-            if blocking:
-                numbers[at + _ROW_BITS] |= RowBits.BLOCKING
         if shown:
-            if self._page[_STACKS_AT]:
-                self._forget_stacks()
             self._bits = (
                 self._bits & _NOT_OF_WAITS | limited * HeadBits.LIMITED | polled * HeadBits.POLLED
             )
@@ -422,8 +408,8 @@ class Board:
 
     def read_stacks(self) -> str:
         """Return the stacks that the rank has written so far in this run."""
-        text = self._page[_STACKS_AT:]
-        return text[: text.find(b"\0")].decode(errors="replace")
+        end = self._page.find(b"\0", _STACKS_AT)
+        return self._page[_STACKS_AT:end].decode(errors="replace")
 
     def fileno(self) -> int:
         """Return the descriptor of the file, for a process that the pool does not spawn."""

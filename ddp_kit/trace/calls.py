@@ -23,7 +23,7 @@ from torch.distributed import ReduceOp
 
 from ddp_kit import torch_internals
 from ddp_kit.error_text import Frame
-from ddp_kit.trace.board import Board
+from ddp_kit.trace.board import Board, RowBits
 from ddp_kit.trace.events import Group, format_call
 
 _KINDS = {"send": "send", "recv": "recv", "recv_anysource": "any", "key": "key"}
@@ -159,6 +159,7 @@ class CallSite(NamedTuple):
     line: Frame | None  # the learner's own
     group: GroupInfo
     count: Count
+    blocking: bool  # the call itself waits, and returns no Work or future to wait for
     row: tuple[int, int, int, int, int]  # how their rows begin
     summed: int  # how many numbers it sums, if it does
 
@@ -196,7 +197,14 @@ class InternTable:
         self.sites = {}
 
     def site(
-        self, group: Any, call: Call, peer: int | None, tag: int, op: str, line: Frame | None
+        self,
+        group: Any,
+        call: Call,
+        peer: int | None,
+        tag: int,
+        op: str,
+        line: Frame | None,
+        blocking: bool,
     ) -> CallSite:
         """Write a call of an operation in a line of code. peer: rank in the group.
 
@@ -206,10 +214,11 @@ class InternTable:
         to = None if peer is None else info.rank(peer)
         kind = kind_of(call.method)
         count = self.count(kind, to, tag, info)
-        row = self.call(op, info, call), self.line(line), -1 if to is None else to, 0, tag
+        bits = blocking * RowBits.BLOCKING
+        row = self.call(op, info, call), self.line(line), -1 if to is None else to, bits, tag
         sizes = [math.prod(shape) for shape, _ in call.inputs] if call.reduce_op else []
         summed = max(sizes, default=0)
-        return CallSite(op, call, kind, to, tag, line, info, count, row, summed)
+        return CallSite(op, call, kind, to, tag, line, info, count, blocking, row, summed)
 
     def group(self, group: Any) -> GroupInfo:
         """Write a process group, or a name with ranks that wait for each other as a group does."""

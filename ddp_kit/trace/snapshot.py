@@ -11,8 +11,6 @@ from ddp_kit.trace.board import EVENTS, Board, BoardCopy, HeadBits, Row, RowBits
 from ddp_kit.trace.calls import read_call, read_texts
 from ddp_kit.trace.events import Event, Trace
 
-_BLOCKING = ("send", "recv")  # they return no Work that one could wait for
-
 
 def read_wait(board: Board, run: int, since: int) -> tuple[str, int] | None:
     """Return what a rank waits in, as in "recv(src=1)", and since when; None if it does not wait.
@@ -144,7 +142,7 @@ class Snapshot:
                 not row.waited
                 and not row.has(RowBits.LOOKED_AFTER)
                 and not row.has(RowBits.VOID)
-                and self.call(row.what)["op"] not in _BLOCKING
+                and not row.has(RowBits.BLOCKING)
             )
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
@@ -157,17 +158,17 @@ def _find_repeats(calls: Sequence[_Call]) -> tuple[list[int], int]:
     with_ddp = any(call.is_backward for call in calls)
     fewest = 2 if with_ddp else 3
     numbers: dict[Hashable, int] = {}
-    values = tuple(numbers.setdefault(call.what, len(numbers)) for call in calls)
+    values = "".join(chr(numbers.setdefault(call.what, len(numbers))) for call in calls)
     total = [0, *accumulate(call.nbytes for call in calls)]
     found: list[tuple[int, list[int], int]] = []  # bytes, starts, period
-    seen: set[tuple[int, ...]] = set()
+    seen: set[str] = set()
     for period in range(1, min(len(calls) // fewest, LONGEST) + 1):
         for start in _runs(values, period, (fewest - 1) * period):
             part = values[start : start + period]
-            if part in seen or _repeats_a_shorter_one(part):
+            if part in seen or part in (part + part)[1:-1]:  # it repeats a shorter one
                 continue
             seen.add(part)
-            starts = list(_places_of(part, values))
+            starts = [place.start() for place in re.finditer(re.escape(part), values)]
             if len(starts) >= fewest and _is_whole(calls, starts, period, with_ddp):
                 nbytes = sum(total[start + period] - total[start] for start in starts)
                 found.append((nbytes, starts, period))
@@ -177,7 +178,7 @@ def _find_repeats(calls: Sequence[_Call]) -> tuple[list[int], int]:
     )
 
 
-def _runs(values: Sequence, period: int, shortest: int) -> Iterator[int]:
+def _runs(values: str, period: int, shortest: int) -> Iterator[int]:
     """Yield where `values` begin to equal themselves a period later, `shortest` times in a row."""
     over = 0  # the end of the run before
     for place in range(0, len(values) - period, shortest):  # every run has one of these places
@@ -190,7 +191,7 @@ def _runs(values: Sequence, period: int, shortest: int) -> Iterator[int]:
             yield begin
 
 
-def _end_of_run(values: Sequence, period: int, place: int) -> int:
+def _end_of_run(values: str, period: int, place: int) -> int:
     """Return up to where `values` from `place` equal themselves a period later."""
     last = len(values) - period
     while place + period <= last and (
@@ -200,21 +201,6 @@ def _end_of_run(values: Sequence, period: int, place: int) -> int:
     while place < last and values[place] == values[place + period]:
         place += 1
     return place
-
-
-def _repeats_a_shorter_one(part: tuple[int, ...]) -> bool:
-    divisors = (n for n in range(1, len(part)) if len(part) % n == 0)
-    return any(part == part[:n] * (len(part) // n) for n in divisors)
-
-
-def _places_of(part: tuple[int, ...], values: tuple[int, ...]) -> Iterator[int]:
-    """Yield where `part` is in `values`, without overlaps."""
-    place, size = 0, len(part)
-    while place <= len(values) - size:
-        found = values[place] == part[0] and values[place : place + size] == part
-        if found:
-            yield place
-        place += size if found else 1
 
 
 def _is_whole(calls: Sequence[_Call], starts: Sequence[int], period: int, with_ddp: bool) -> bool:

@@ -139,7 +139,7 @@ class _Hook:
         """Whether DDP reduces which parameters were used, in C++ code, after the gradients."""
         model = self.model()
         in_cpp = type(self.group) is dist.ProcessGroup  # methods in Python are recorded
-        if model is None or not in_cpp or not torch_internals.DDP_UNUSED.is_on:
+        if model is None or not in_cpp:
             return False
         return model.find_unused_parameters and not model.static_graph
 
@@ -147,7 +147,7 @@ class _Hook:
         """Record what DDP calls when this hook has returned, and waits for after the backward."""
         try:
             torch_internals.after_backward(lambda: torch_internals.after_backward(begin()))
-        except RuntimeError:  # a rank that has joined has no backward: see _match_unused
+        except RuntimeError:  # a rank that has joined has no backward: see _match_in_forward
             return
         posted = recorder.post(self.group, self.unused, op="DDP find_unused_parameters")
         begin = functools.partial(recorder.begin_wait, posted)
@@ -221,13 +221,6 @@ def _match_in_forward(recorder: Recorder, original: Callable, *args: Any, **kwar
     return done
 
 
-def _match_unused(recorder: Recorder, original: Callable, *args: Any) -> Any:
-    if torch_internals.DDP_UNUSED.is_on:
-        return _match_in_forward(recorder, original, *args)
-    # The ranks that have not joined make this call in C++ code, where it is not recorded.
-    return recorder.block_as_one(None, original, *args)
-
-
 def _compare_models(
     recorder: Recorder, original: Callable, group: dist.ProcessGroup, *args: Any
 ) -> Any:
@@ -263,14 +256,9 @@ def _rebuild(recorder: Recorder, original: Callable, reducer: Any) -> bool:
     return hook.rebuilt
 
 
-# What is called instead of the functions of each feature, in the order of its names.
+# What is called instead of the functions of `torch_internals.DDP`, in the order of its names.
 REPLACEMENTS = (
-    (
-        torch_internals.DDP_GRADIENTS,
-        *(_make_reducer, _count_live, _register, _register),
-    ),
-    (torch_internals.DDP_JOIN, _match_in_forward, _match_unused),
-    (torch_internals.DDP_BUCKETS, _rebuild),
-    (torch_internals.DDP_CHECK, _compare_models),
-    (torch_internals.DDP_BROADCAST, _broadcast),
+    *(_make_reducer, _count_live, _register, _register),
+    *(_match_in_forward, _match_in_forward),
+    *(_rebuild, _compare_models, _broadcast),
 )

@@ -31,14 +31,13 @@ _OPERATORS = sys.modules[type(torch.ops).__module__].__file__
 @functools.cache
 def replace_kernels() -> list[torch.library.Library]:
     """Replace the kernels in this process, until the libraries that are returned are deleted."""
-    if not torch_internals.FUNCTIONAL_WAITS.is_on:
+    if not torch_internals.FUNCTIONAL.is_on:
         return []
-    names = [name for feature in torch_internals.FUNCTIONAL for name in feature.found]
-    recorded = {name: functools.partial(_start, name) for name in names} | {"wait_tensor": _wait}
-    libraries = [_library(torch_internals.FUNCTIONAL_NAMESPACE, recorded)]
-    if torch_internals.SHARD_DIM_ALLTOALL.is_on:
-        libraries.append(_library("_dtensor", {"shard_dim_alltoall": _start_and_wait}))
-    return libraries
+    recorded = {name: functools.partial(_start, name) for name in torch_internals.OPERATORS}
+    return [
+        _library(torch_internals.FUNCTIONAL_NAMESPACE, recorded | {"wait_tensor": _wait}),
+        _library("_dtensor", {"shard_dim_alltoall": _start_and_wait}),
+    ]
 
 
 def _library(namespace: str, recorded: Mapping[str, Callable]) -> torch.library.Library:
@@ -78,11 +77,12 @@ def _start(
         if not called:  # as in DTensor, where nobody sees that a result was never used
             recorder.expect_no_wait(posted)
         for result in [results] if isinstance(results, torch.Tensor) else results:
-            in_place = function != name  # several may be in flight
-            if memory := _memory(result):  # a result without elements has none
-                earlier = recorder.results.get(memory, []) if in_place else []
-                recorder.results[memory] = [*earlier, posted]
-            else:
+            memory = _memory(result)
+            if function != name:  # in place: PyTorch will wait for earlier ones, too
+                recorder.expect_no_wait(recorder.results.get(memory))
+            if memory:
+                recorder.results[memory] = posted
+            else:  # a result without elements
                 recorder.expect_no_wait(posted)
     return results
 
@@ -104,14 +104,12 @@ def _start_and_wait(
 
 def _wait(recorder: Recorder, original: Callable, tensor: torch.Tensor) -> torch.Tensor:
     memory = _memory(tensor)
-    *earlier, posted = recorder.results.get(memory) or [None]
-    for each in earlier:  # PyTorch waits for all of them
-        recorder.expect_no_wait(each)
+    posted = recorder.results.get(memory)
     done = recorder.block_as_one(posted, original, tensor)
     if posted is not None:
         recorder.results.pop(memory, None)
         if len(posted.site.call.inputs) > 1:  # a batch: its results have one Work
-            for place in [at for at, started in recorder.results.items() if posted in started]:
+            for place in [at for at, started in recorder.results.items() if started is posted]:
                 del recorder.results[place]
     return done
 

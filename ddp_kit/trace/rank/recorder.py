@@ -23,10 +23,11 @@ from ddp_kit.trace.board import Board, HeadBits, RowBits
 from ddp_kit.trace.calls import Call, CallSite, Count, InternTable, is_short
 from ddp_kit.trace.events import format_call
 from ddp_kit.trace.polling import Loop
-from ddp_kit.trace.stacks import C10D, describe_line, find_caller, own_frame, write_handled
+from ddp_kit.trace.stacks import describe_line, find_caller, own_frame, write_handled
 
 _MOST_THREADS = 1_000  # of a run whose names are written: the board has room for some texts
 _OPEN = -1  # the sender of a message that may not have come yet
+_WAITING = {"send", "recv", "send_object_list", "recv_object_list"}  # they wait for their message
 
 _FORKED = (
     "a process that a rank has forked, such as a worker of a DataLoader, cannot communicate in the "
@@ -103,6 +104,8 @@ class Recorder:
         # Operations that may not be complete, by the id of their Work. A strong reference would
         # keep that alive: the recorder must not change what happens.
         self._started: dict[int, tuple[weakref.ref, Posted]] = {}
+        # The collective that PyTorch itself waits for next, in the worker's own thread.
+        self._awaited: tuple[Work | None, Posted | None] = _UNKNOWN
         # Receives from any source in the order of their calls, by tag and group: the index of each
         # event and who sent the message, _OPEN before its wait has ended.
         self._from_any: dict[Count, dict[int, int | None]] = {}
@@ -121,7 +124,7 @@ class Recorder:
         # What there is to say after the run, each a sentence and a line of the learner's.
         self.at_end: set[Callable[[int], tuple[str, Frame | None]]] = set()
         self.summed = 0  # the most numbers that the worker itself has summed in one call
-        self.results: dict[int, list[Posted]] = {}  # functional collectives, by their memory
+        self.results: dict[int, Posted] = {}  # functional collectives, by their memory
         self._handles = False  # an exception, in the newest wait
         table.begin(run, monotonic_ns())
 
@@ -131,7 +134,7 @@ class Recorder:
         # After a timeout gloo closes the connection, even if the exception is caught.
         if self._is_cut:
             return False
-        left = [started() for started, _ in self._started.values()]
+        left = [self._awaited[0], *(started() for started, _ in self._started.values())]
         # PyTorch's own method: its replacement would note that somebody has asked.
         done = all(w is None or inspect.unwrap(type(w).is_completed)(w) for w in left)
         return done and not (self._dropped or self._futures or self.results)
@@ -188,21 +191,21 @@ class Recorder:
                 return None
             # The hash of code, and the number of its line, take longer than these.
             place = (id(code), frame.f_lasti) if frame else self._line_of_thread(me)
-            key = group, facts or call, peer, tag, op, self.prefix, name, of_dtensor, place
+            called = op or self.prefix, name, of_dtensor, blocking
+            key = group, facts or call, peer, tag, called, place
             site, _ = self.table.sites.get(key, _UNKNOWN)
             if site is None:
                 call = call if isinstance(call, Call) else call()
                 op = of_dtensor + (op or self.prefix + (name or call.method))
                 line = own_line(frame) or self._line_of_thread(me)
-                site = self.table.site(group, call, peer, tag, op, line)
+                blocking = blocking or name in _WAITING
+                site = self.table.site(group, call, peer, tag, op, line, blocking)
                 self.table.sites[key] = site, code
             if site.summed > self.summed and not self.prefix:
                 self.summed = site.summed
             sequence = site.count.posted
             site.count.posted = sequence + 1
             index = board.post(site.row, site.count.slot, sequence, start)
-            if blocking:
-                board.write_bit(index, RowBits.BLOCKING)
             if site.kind == "any":
                 self._from_any.setdefault(site.count, {})[index] = _OPEN
         posted = self.newest = Posted(index, site)
@@ -251,9 +254,13 @@ class Recorder:
         if self.batching:
             self.expect_no_wait(posted)
             return work
+        is_collective = posted.site.kind == "collective"
+        if is_collective and posted.site.blocking and threading.get_ident() == self._thread:
+            self._awaited = work, posted
+            return work
         # A message ends with its Work, sent or not, except on MPI. A collective goes on: the
         # backend keeps it in a queue.
-        goes_on = posted.site.kind == "collective" or hasattr(work, "ends_alone")
+        goes_on = is_collective or hasattr(work, "ends_alone")
         drop = functools.partial(self._drop, id(work), goes_on)
         self._started[id(work)] = weakref.ref(work, drop), posted
         return work
@@ -272,30 +279,24 @@ class Recorder:
 
     def wait(self, original: Callable, work: Work, *args: Any, **kwargs: Any) -> Any:
         """Wait for `work` as `original` does, and write the wait on the board."""
-        posted = self.operation_of(work)
+        awaited, posted = self._awaited
+        if awaited is work:
+            self._awaited = _UNKNOWN
+        else:
+            posted = self.operation_of(work)
         if posted is None:
             return original(work, *args, **kwargs)
-        itself = sys._getframe(2).f_code.co_filename == C10D  # the call that started it waits
         limited = bool(args or kwargs) and is_short(*args, *kwargs.values())
-        done = self.block(posted, limited, original, work, *args, itself=itself, **kwargs)
+        done = self.block(posted, limited, original, work, *args, **kwargs)
         if posted.site.kind == "any" and id(work) in self._started:
             self._note_source(posted, work)
         self._started.pop(id(work), None)  # not before: a thread may be left in the wait
         return done
 
     def block(
-        self,
-        posted: Posted | None,
-        limited: bool,
-        blocking: Callable,
-        *args: Any,
-        itself: bool = False,
-        **kwargs: Any,
+        self, posted: Posted | None, limited: bool, blocking: Callable, *args: Any, **kwargs: Any
     ) -> Any:
-        """Call a function that may block, with the wait on the board meanwhile.
-
-        itself: the call of the operation waits, and returns no Work that somebody else waits for.
-        """
+        """Call a function that may block, with the wait on the board meanwhile."""
         me = threading.get_ident()
         if posted is None or me in self._hidden:
             return blocking(*args, **kwargs)
@@ -305,7 +306,7 @@ class Recorder:
             if shown and (error is not None or self._handles):
                 self._handles = error is not None
                 board.write_handled(write_handled(error))
-            board.begin_wait(posted.index, monotonic_ns(), limited, shown, False, itself)
+            board.begin_wait(posted.index, monotonic_ns(), limited, shown)
         end = 0
         try:
             done = blocking(*args, **kwargs)

@@ -99,11 +99,11 @@ def _replace_all() -> None:
         (torch_internals.BATCHES, _start_batch, _end_batch),
         (torch_internals.NEW_GROUPS, _new_group),
         (torch_internals.NEW_WORLDS, _new_process_group),
-        *data_parallel.REPLACEMENTS,
+        (torch_internals.DDP, *data_parallel.REPLACEMENTS),
     ):
         if feature.is_on:
             places = feature.found.items()
-            for (name, (owner, _)), recorded in zip(places, replacements, strict=True):
+            for (name, (owner, _)), recorded in zip(places, replacements, strict=False):
                 _replace(owner, name, recorded)
     functional.replace_kernels()
 
@@ -134,8 +134,13 @@ def _collective(
     **kwargs: Any,
 ) -> Work | None:
     given = (*args, *kwargs.values())
-    described = functools.partial(_describe, group, method, given)
-    posted = recorder.post(group, described, facts=facts(method, given))
+    options = given[-1] if given else None
+    posted = recorder.post(
+        group,
+        lambda: _describe(group, method, given),
+        blocking=not getattr(options, "asyncOp", True),
+        facts=facts(method, given),
+    )
     return recorder.start(posted, original, group, *args, **kwargs)
 
 
