@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from answers import mistake, solved
+from answers import solved
 
 import ddp_kit as kit
 
@@ -33,16 +33,3 @@ def threads_by_tensor_split(local_rank, gpu_socket, sockets, core_of):
 
 def test_cores_that_are_divided_in_another_way_are_right():
     kit.check.exercise_5_3(threads_by_tensor_split)
-
-
-@mistake("5.a", "fails", "it deadlocks")
-def test_a_barrier_of_rank_0_alone():
-    if not torch.distributed.is_available():
-        return "torch has no distributed package"
-    if not torch.distributed.is_initialized():
-        return "there is no process group"
-    if torch.distributed.get_world_size() == 1:
-        return "the world is one rank"
-    if torch.distributed.get_rank() == 0:
-        torch.distributed.barrier()
-    return "all ranks are here"
