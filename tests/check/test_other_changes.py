@@ -14,7 +14,6 @@ SCALED = "    for parameter in model.parameters():\n        parameter.grad"
 OTHERS = [
     ("1.3", "unchanged", "tensor += arriving", "tensor = tensor + arriving"),
     ("1.3", "collective", "    if rank > 0", "    dist.all_reduce(arriving)\n    if rank > 0"),
-    ("1.4", "wrong items", "return items", "return None"),
     ("2.1", "", "dist.recv(tensor, src)", "dist.recv(tensor, 0)"),
     ("2.1", "", "if other != src]", "if other != src or world_size == 1]"),
     ("2.1", "unchanged", "dist.recv(tensor, src)", "dist.recv(torch.empty_like(tensor), src)"),
@@ -62,7 +61,12 @@ OTHERS = [
         "dist.all_reduce(wide := torch.cat([sums] * 20))\n        sums = wide[: len(sums)]",
     ),
     ("4.1", "otherwise", "(rank - 1 - step)", "(rank + 1 - step)"),
-    ("4.1", "lengths", "zeros_like(mine)", "zeros_like(pieces[0])"),
+    (
+        "4.1",
+        "lengths",
+        "  exchange(",
+        "  arriving = torch.zeros_like(pieces[0])\n            exchange(",
+    ),
     ("4.1", "collective", "    passing = None", "    dist.barrier()\n    passing = None"),
     (
         "4.3",
