@@ -172,11 +172,12 @@ def hunt(*numbers: str) -> None:
     repaired one. A program that sends more than needed is not repaired, and has no points.
     """
     for number in numbers:
-        compared(number, HUNTED, kind="hunt", others=())(_train)
+        compared(number, HUNTED, kind="hunt", others=())(called)
 
 
-def _train(rank: int, world_size: int, train: Callable[[int, int], Any]) -> Any:
-    return train(rank, world_size)
+def called(rank: int, world_size: int, answer: Callable[[int, int], Any]) -> Any:
+    """Return what an answer returns that is a worker itself."""
+    return answer(rank, world_size)
 
 
 @cache

@@ -205,9 +205,9 @@ class Grader:
     are about answers that are right otherwise, such as the number of messages: they hold if all
     cases pass and no `fail(..., part=...)` names them.
 
-    answer: the learner's function or class. steps: what is said of a mistake. wrong: where to note,
-    by part, what is wrong with parts of answers that are right otherwise; None to raise it. end: of
-    all runs, by time.monotonic().
+    answer: the learner's function or class. case: the latest one, for messages. steps: what is
+    said of a mistake. wrong: where to note, by part, what is wrong with parts of answers that are
+    right otherwise; None to raise it. end: of all runs, by time.monotonic().
 
     Raises ExerciseError if the answer cannot be called in the form that is asked for.
     """
@@ -225,7 +225,7 @@ class Grader:
         self.parts = dict.fromkeys(exercise.parts, False)  # whether each is known to hold
         self._wrong, self._end = wrong, end
         self._result: Result | None = None  # of the latest run
-        self._case = ""
+        self.case = ""
         self._printed: list[str] = []  # the output of each run
         self.check_form()
 
@@ -275,7 +275,7 @@ class Grader:
         that it may not call, PoolError if the answer cannot be sent to the ranks, and BackendError
         if gloo is unavailable.
         """
-        self._case, self._result = f"{case or self.form} on {count(world_size, 'rank')}", None
+        self.case, self._result = f"{case or self.form} on {count(world_size, 'rank')}", None
         printed = io.StringIO()
         timeout = TIMEOUT if self._end is None else self._end - time.monotonic()
         if timeout <= 0:
@@ -364,10 +364,11 @@ class Grader:
         self.check_at_most("", sum(message.nbytes for message in sent), nbytes, "byte", hint)
         self.check_at_most("", len(sent), messages, "message", hint)
 
-    def check_sent(self, most: int, hint: str, rank: int = 0) -> None:
+    def check_sent(self, most: int, hint: str) -> None:
         """Fail if a rank sent more bytes, by whatever calls."""
-        sent = sum(row.sent for row in self.result.trace.summary(rank=rank).rows)
-        self.check_at_most(f" by rank {rank}", round(sent), most, "byte", hint)
+        for rank in range(len(self.result)):
+            sent = sum(row.sent for row in self.result.trace.summary(rank=rank).rows)
+            self.check_at_most(f" by rank {rank}", round(sent), most, "byte", hint)
 
     def check_collectives(self, most: int, hint: str) -> None:
         """Fail if more bytes went into collectives on rank 0."""
@@ -401,7 +402,7 @@ class Grader:
             return
         if self._printed:
             _show(self._printed[-1])
-        lines = [f"{self.exercise.title}, {self._case}: {fact}", *details]
+        lines = [f"{self.exercise.title}, {self.case}: {fact}", *details]
         wrong = ExerciseError(
             "\n".join(lines),
             error,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddp_kit.check.compared import compared, hunt
+from ddp_kit.check.compared import called, compared, hunt
 from ddp_kit.check.grader import SENT, UNCHANGED, Grader, brought, exercise, in_place, same
 from ddp_kit.errors import DeadlockError
 
@@ -19,12 +19,8 @@ _TASKS = [5, 3, 8, 1, 9, 2, 7, 4]
 _ANY = [4, -1, 0, 1, -7]  # none of them can mean that there are no more
 
 
-def _worker(rank: int, world_size: int, worker: Callable) -> Any:
-    return worker(rank, world_size)
-
-
 for _number, _name in (("1.a", "take_turns"), ("1.b", "immediate"), ("1.c", "exchange")):
-    compared(_number, f"{_name}(rank, world_size)")(_worker)
+    compared(_number, f"{_name}(rank, world_size)")(called)
 
 
 @exercise(

@@ -74,10 +74,6 @@ class TrainingGrader(ProgramGrader):
             self._trainings[ranks] = self._checked(ranks)
         return self._trainings[ranks]
 
-    def on(self, ranks: int, how: str = "") -> None:
-        """Set what messages say of the run."""
-        self._case = f"on {count(ranks, 'rank')}{how}"
-
     def _checked(self, ranks: int) -> Training:
         found = self.run_killed(ranks, ())
         steps = [step for step, _ in found.printed]
@@ -91,7 +87,7 @@ class TrainingGrader(ProgramGrader):
 
     def run_killed(self, ranks: int, kills: tuple[tuple[int, int | None], ...]) -> Training:
         """Return a run of the program that is killed after these steps, and started again."""
-        self.on(ranks, ", killed three times" if kills else "")
+        self.case = f"on {count(ranks, 'rank')}{', killed three times' * bool(kills)}"
         begin = time.monotonic()
         with tempfile.TemporaryDirectory() as folder, Runs(self.answer, ranks, folder) as runs:
             printed, left = [], list(kills)
@@ -246,7 +242,7 @@ def _equal(grader: TrainingGrader) -> None:
     wanted = dict(grader.training(1).printed) | LOSSES  # all of one rank's, three of them known
     # On one rank first, which the others are compared with.
     for ranks, (printed, *_) in sorted(zip(SIZES, trainings, strict=True)):
-        grader.on(ranks)
+        grader.case = f"on {count(ranks, 'rank')}"
         for step, loss in sorted(printed, key=lambda pair: pair[0] not in LOSSES):
             if not abs(loss - wanted[step]) <= CLOSE:
                 should = f"step {step} should have the loss {wanted[step]:.10f}, as in the start"

@@ -12,7 +12,7 @@ import os
 import runpy
 import weakref
 from collections.abc import Callable, Iterator
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -101,43 +101,34 @@ def replay(trace: Trace, link: Link) -> Replay:
     are there, and lasts for 2(n-1) messages if it is an all_reduce and n-1 if it is another one,
     and for the bytes of the rank that sends most.
     """
-    queues = [sorted(_own(trace, rank), key=_when) for rank in range(trace.world_size)]
     senders = {_key(each.recv): _key(each.send) for each in trace.messages() if each.recv}
-    members = {_key(one): each for each in trace.collectives for one in each.values()}
-    found = Replay([0.0] * len(queues), [0.0] * len(queues))
-    arrived: dict[tuple[int, int], float] = {}
-    waiting: dict[int, Event] = {}  # by rank, for the others of a collective
-    while any(queues):
-        before = sum(map(len, queues)), len(waiting)
-        for rank, queue in enumerate(queues):
-            while queue and rank not in waiting:
-                event, now = queue[0], found.done[rank]
-                if event.kind == "send":
-                    lasts = link.alpha + event.nbytes * link.beta
-                    arrived[_key(event)] = found.done[rank] = now + lasts
-                    found.busy[rank] += lasts
-                elif event.kind == "recv":
-                    if (sender := senders.get(_key(event))) not in arrived:
-                        break
-                    found.done[rank] = max(now, arrived[sender])
-                elif event.op != "new_group":
-                    waiting[rank] = event
-                    break
-                queue.pop(0)
-        for event in [*waiting.values()]:
-            together = members[_key(event)].values()
-            if all(waiting.get(one.rank) == one for one in together):
-                n = len(together)
-                lasts = (2 if "all_reduce" in event.op else 1) * (n - 1) * link.alpha
-                lasts += max(map(bytes_sent, together)) * link.beta
-                end = max(found.done[one.rank] for one in together) + lasts
-                for one in together:
-                    found.done[one.rank] = end
-                    found.busy[one.rank] += lasts
-                    del waiting[one.rank]
-                    queues[one.rank].pop(0)
-        if before == (sum(map(len, queues)), len(waiting)):
-            raise ModelError("the calls of this run cannot be replayed in their order")
+    members = {_key(one): [*each.values()] for each in trace.collectives for one in each.values()}
+    calls = {_key(event): event for event in sorted(trace, key=_when) if event.op != "new_group"}
+    before: dict[tuple[int, int], tuple[int, int] | None] = {}
+    last: list[tuple[int, int] | None] = [None] * trace.world_size
+    for key in calls:
+        before[key], last[key[0]] = last[key[0]], key
+
+    def lasts(event: Event) -> float:
+        if event.kind == "collective":
+            together = members[_key(event)]
+            messages = (2 if "all_reduce" in event.op else 1) * (len(together) - 1)
+            return messages * link.alpha + max(map(bytes_sent, together)) * link.beta
+        return link.alpha + event.nbytes * link.beta if event.kind == "send" else 0.0
+
+    @cache
+    def done(key: tuple[int, int]) -> float:
+        needed = [before[_key(one)] for one in members.get(key, [calls[key]])]
+        needed.append(senders.get(key))
+        return max((done(each) for each in needed if each), default=0.0) + lasts(calls[key])
+
+    found = Replay([0.0] * trace.world_size, [0.0] * trace.world_size)
+    try:
+        for (rank, _), event in calls.items():
+            found.done[rank] = done(_key(event))
+            found.busy[rank] += lasts(event)
+    except RecursionError:
+        raise ModelError("the calls of this run cannot be replayed in their order") from None
     return found
 
 
@@ -229,10 +220,6 @@ class PlanGrader(ProgramGrader):
                 break
         super().fail(fact, *details, error=error, **about)
 
-    def about(self, case: str) -> None:
-        """Note what is looked at, for messages."""
-        self._case = case
-
     @cached_property
     def runs(self) -> Runs:
         """Two trainings under the limit."""
@@ -248,7 +235,7 @@ class PlanGrader(ProgramGrader):
 
     def predicted(self, name: str, *arguments: Any) -> float:
         """Return a prediction of the program. Raises NotImplementedError for the stub."""
-        self.about(f"{name}({', '.join(map(str, arguments))})")
+        self.case = f"{name}({', '.join(map(str, arguments))})"
         try:
             found = self.program[name](*arguments)
         except NotImplementedError as error:
@@ -287,7 +274,7 @@ def _why(error: Exception) -> str:
 
 def _fits(grader: PlanGrader) -> None:
     plan = grader.plan
-    grader.about("PLAN")
+    grader.case = "PLAN"
     if not isinstance(plan, Plan):
         grader.fail(f"it should be a kit.model.Plan, and is {plan!r}", hint="no such plan")
     if (plan.ranks, plan.batch) != (RANKS, BATCH):
@@ -347,7 +334,7 @@ def _predicts_bytes(grader: PlanGrader) -> None:
     found = [grader.predicted("sent", rank) for rank in range(RANKS)]
     for rank, (want, have) in enumerate(zip(wanted, found, strict=True)):
         if abs(want - have) > SENT * want:
-            grader.about(f"sent({rank})")
+            grader.case = f"sent({rank})"
             fact = f"{want:,.0f} bytes travelled in a step, and {have:,.0f} were predicted"
             grader.fail(fact, hint=_wrong_bytes(runs, rank, have, found))
     print(f"In a step, a rank sends {min(wanted):,.0f} to {max(wanted):,.0f} bytes.")

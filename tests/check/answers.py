@@ -1,13 +1,28 @@
-"""The errors that graders raise for wrong answers."""
+"""Wrong answers, and the errors that graders raise for them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import pytest
 
 import ddp_kit as kit
-from ddp_kit.check.hints import find
+from ddp_kit.check.compared import defined
+from ddp_kit.check.hints import find, solutions
+
+
+def check_of(number: str) -> Callable:
+    """Return the check of an exercise."""
+    return getattr(kit.check, f"exercise_{number.replace('.', '_')}")
+
+
+def solved(number: str, changes: Mapping[str, str] | None = None) -> Callable:
+    """Return the solution of an exercise, with changes: what is there instead of what it has."""
+    program = solutions()[number]["program"]
+    for right, wrong in (changes or {}).items():
+        assert program.count(right) == 1, right
+        program = program.replace(right, wrong)
+    return defined(number, program, check_of(number).exercise.form.partition("(")[0])
 
 
 def error_text(grade: Callable, answer: object, hint: int = 1) -> str:
@@ -34,8 +49,7 @@ def mistake(exercise: str, name: str, *facts: str) -> Callable[[Callable], Calla
 
     def as_test(answer: Callable) -> Callable[[], None]:
         def test() -> None:
-            grade = getattr(kit.check, f"exercise_{exercise.replace('.', '_')}")
-            assert_mistake(grade, answer, name, *facts)
+            assert_mistake(check_of(exercise), answer, name, *facts)
 
         test.__name__ = test.__qualname__ = answer.__name__
         return test

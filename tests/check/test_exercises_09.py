@@ -7,29 +7,10 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from answers import mistake
 
 import ddp_kit as kit
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
-
-
-@mistake("9.11", "two calls", "rank 0 should hold True in one all_reduce a step but holds False")
-def test_a_loop_that_sends_each_gradient_by_itself(model, optimizer, batches):
-    left, steps = list(batches), 0
-    while True:
-        inputs, targets = left.pop(0) if left else (torch.empty(0, 2), torch.empty(0, 1))
-        count = torch.tensor(float(len(inputs)))
-        dist.all_reduce(count)
-        if not count:
-            return steps
-        loss = (model(inputs) - targets).square().sum() / count
-        gradients = torch.autograd.grad(loss, list(model.parameters()))
-        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-            dist.all_reduce(gradient)
-            parameter.grad = gradient
-        optimizer.step()
-        steps += 1
 
 
 def test_a_loss_may_be_weighted_by_the_share_of_the_examples(capsys):
@@ -70,9 +51,3 @@ def test_a_stop_may_sum_losses_and_keep_its_own_count(capsys):
 
     kit.check.exercise_9_c(StopTogether)
     assert capsys.readouterr().out == "Exercise 9.c: right on 2 and 3 ranks.\n"
-
-
-@mistake("9.11", "fails", "on 2 ranks: it raised an error")
-def test_a_loop_that_forgets_the_ranks_without_a_batch(model, optimizer, batches):
-    inputs, _ = batches[dist.get_world_size()]
-    return len(inputs)

@@ -5,42 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from answers import assert_mistake, mistake
+from answers import assert_mistake
 
 import ddp_kit as kit
-
-
-def timing(together=True, op="MAX", warm_up=False, as_list=True):
-    """Return an answer to 10.1; each argument can make it wrong in one way."""
-
-    def answer(operation, clock, rounds):
-        seconds = []
-        for _ in range(1 + rounds):
-            dist.barrier()
-            start = clock()
-            operation()
-            seconds.append(clock() - start)
-        slowest = torch.tensor(seconds if warm_up else seconds[1:])
-        if together:
-            dist.all_reduce(slowest, op=getattr(dist.ReduceOp, op))
-        return slowest.tolist() if as_list else slowest
-
-    return answer
-
-
-@pytest.mark.parametrize(
-    ("wrong", "name"),
-    [
-        ({"together": False}, "own times"),
-        ({"warm_up": True}, "warm-up kept"),
-        ({"op": "SUM"}, "added up"),
-        ({"op": "MIN"}, "otherwise"),
-        ({"as_list": False}, "another form"),
-    ],
-)
-def test_rounds_that_are(wrong, name):
-    fact = "exercise 10.1, slowest_rounds(operation, clock, rounds) on 2 ranks: wrong result\n"
-    assert_mistake(kit.check.exercise_10_1, timing(**wrong), name, fact)
 
 
 def choosing(cpu="gloo", gpu="nccl", shared="gloo", both="cpu:gloo,cuda:nccl"):
@@ -88,46 +55,6 @@ def test_a_backend_that_is(wrong, name, fact):
 def test_a_backend_is_right_in_another_form(other, capsys):
     kit.check.exercise_10_2(choosing(**other))
     assert capsys.readouterr().out.startswith("Exercise 10.2: right for tensors on the CPU")
-
-
-def compressing(dtype=torch.bfloat16, back=True, divide=False, times=1):
-    """Return an answer to 10.3; each argument can make it wrong in one way."""
-
-    def answer(tensor):
-        small = tensor.to(dtype) if dtype else tensor.clone()
-        for _ in range(times - 1):
-            dist.all_reduce(small.clone())
-        dist.all_reduce(small)
-        if divide:
-            small /= dist.get_world_size()
-        if back:
-            tensor.copy_(small)
-
-    return answer
-
-
-SENT = "right, but 32 bytes were sent in collectives by rank 0 where 16 would be enough"
-
-
-@pytest.mark.parametrize(
-    ("wrong", "name", "fact"),
-    [
-        ({"dtype": None}, "too many bytes", SENT),
-        ({"times": 2}, "too many bytes", SENT),
-        ({"dtype": torch.float16}, "float16", "but holds [inf, inf, inf]"),
-        ({"back": False}, "unchanged", "wrong result"),
-        ({"divide": True}, "divided", "wrong result"),
-    ],
-)
-def test_a_compressed_all_reduce_that_is(wrong, name, fact):
-    case = "exercise 10.3, compressed_all_reduce(tensor) on 2 ranks: "
-    assert_mistake(kit.check.exercise_10_3, compressing(**wrong), name, case, fact)
-
-
-@mistake("10.3", "not the sum", "(bfloat16 of shape (8,) instead of float32 of shape (8,))\n")
-def test_a_compressed_all_reduce_that_changes_the_dtype(tensor):
-    tensor.data = tensor.to(torch.bfloat16)
-    dist.all_reduce(tensor)
 
 
 class Gathering:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from answers import assert_mistake, mistake
+from answers import assert_mistake
 from torch import nn
 
 import ddp_kit as kit
@@ -24,22 +24,6 @@ def test_attention_may_have_its_scores_written_out(capsys):
             return self.out(mixed.transpose(1, 2).flatten(2))
 
     assert kit.check.exercise_13_a(Attention) == 1
-
-
-@mistake("13.2", "fails", "rank 0 raised RuntimeError: element 0 of tensors does not require grad")
-def test_recomputing_where_autograd_is_off(function):
-    class Recomputed(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, *inputs):
-            ctx.save_for_backward(*inputs)
-            return function(*inputs)
-
-        @staticmethod
-        def backward(ctx, grad):
-            inputs = [tensor.detach().requires_grad_() for tensor in ctx.saved_tensors]
-            return torch.autograd.grad(function(*inputs), inputs, grad)
-
-    return Recomputed.apply
 
 
 def test_a_step_that_keeps_the_activations_of_all_micro_batches_is_refused():

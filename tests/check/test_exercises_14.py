@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import pytest
 import torch
-import torch.distributed as dist
-from answers import assert_mistake, mistake
+from answers import assert_mistake, solved
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import ddp_kit as kit
-from ddp_kit.check.compared import defined
-from ddp_kit.check.device_mesh import LAYOUTS
-from ddp_kit.check.hints import solutions
-from ddp_kit.lessons.device_mesh import bytes_sent
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 
@@ -38,46 +31,6 @@ def test_a_norm_and_a_whole_are_right_by_dtensor(capsys):
         assert capsys.readouterr().out.startswith(praise)
 
 
-@mistake("14.2", "wrong order", "rank 0 should return")
-def test_rows_of_all_ranks_in_their_order(local, mesh):
-    return gathered(local, 0)
-
-
-@mistake("14.1", "otherwise", "in what is returned but holds")
-def test_a_norm_with_a_dimension(local, mesh):
-    return torch.ones(1)
-
-
-def own_part(tensor):
-    return tensor.chunk(dist.get_world_size())[dist.get_rank()]
-
-
-def summed(tensor):
-    dist.all_reduce(tensor)
-    return tensor
-
-
-def gathered(tensor, dim):
-    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, tensor)
-    return torch.cat(parts, dim)
-
-
-@mistake("14.3", "otherwise", "on 2 ranks: wrong result")
-def test_rows_that_are_a_factor(x, w):
-    return x
-
-
-@mistake("14.3", "too many bytes", "rank 0 sent 480 bytes where 240 would be enough\n")
-def test_rows_of_an_all_reduce(x, w):
-    return own_part(summed(x @ w))
-
-
-@mistake("14.3", "too many bytes", "rank 0 sent 496 bytes where 240 would be enough\n")
-def test_rows_of_gathered_factors(x, w):
-    return own_part(gathered(x, 1)) @ gathered(w, 0)
-
-
 def always(*names):
     """Return an answer to 14.11 that uses these layouts in turn."""
 
@@ -87,38 +40,19 @@ def always(*names):
     return choose_layouts
 
 
-def without_whole_weights(tokens, widths, n, most):
-    """Return the best plan that shards every weight."""
-    best = {Shard(0): (0, [])}
-    for a, b in pairwise(widths):
-        longer = {}
-        for now, (sent, names) in best.items():
-            for name, (x, kept, used, y) in LAYOUTS.items():
-                more = sent + bytes_sent(now, x, (tokens, a), n, True)
-                more += bytes_sent(kept, used, (a, b), n, True)
-                if name != "rows" and more < longer.get(y, (more + 1,))[0]:
-                    longer[y] = (more, [*names, name])
-        best = longer
-    ends = [
-        (sent + bytes_sent(now, Shard(0), (tokens, widths[-1]), n, True), names)
-        for now, (sent, names) in best.items()
-    ]
-    return min(ends)[1]
-
-
 def test_a_plan_that_gathers_all_weights_reaches_the_first_goal(capsys):
     kit.check.exercise_14_11(always("gathered"))
     assert "Exercise 14.11: ★☆☆ 22.0692 MB" in capsys.readouterr().out
 
 
 def test_the_best_plan_without_whole_weights_reaches_the_second_goal(capsys):
-    kit.check.exercise_14_11(without_whole_weights)
+    changes = {"if held + weight <= most:": 'if name != "rows" and held + weight <= most:'}
+    kit.check.exercise_14_11(solved("14.11", changes))
     assert "Exercise 14.11: ★★☆ " in capsys.readouterr().out
 
 
 def test_the_best_known_plan_reaches_all_goals(capsys):
-    solution = defined("14.11", solutions()["14.11"]["program"], "choose_layouts")
-    picture = kit.check.exercise_14_11(solution).picture
+    picture = kit.check.exercise_14_11(solved("14.11")).picture
     assert "Exercise 14.11: ★★★ " in capsys.readouterr().out
     assert str(picture).count("3 columns 5 rows 6 gathered 8 columns") == 2
 

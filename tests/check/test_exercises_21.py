@@ -6,37 +6,13 @@ import time
 from itertools import count
 
 import pytest
-import torch
 import torch.distributed as dist
 from answers import assert_mistake, mistake
 
 import ddp_kit as kit
 from ddp_kit.check import grader
-from ddp_kit.lessons.your_own_backend import ROOM, Finished, SegmentGroup, all_reduce
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
-
-
-@mistake("21.1", "not counted", "on 2 ranks: ", "holds 'left before rank 1 had come'")
-def test_a_barrier_that_never_sets_its_flag_back(flags, rank, pause):
-    flags[rank] = 1
-    while min(flags) < 1:
-        pause()
-
-
-@mistake("21.1", "set back", "a rank waits for the others forever; the flags are [0, 1]")
-def test_a_barrier_that_sets_its_flag_back(flags, rank, pause):
-    flags[rank] = 1
-    while min(flags) < 1:
-        pause()
-    flags[rank] = 0
-
-
-@mistake("21.1", "waits too long", "a rank waits for the others forever; the flags are [2, 1]")
-def test_a_barrier_that_waits_for_equal_flags(flags, rank, pause):
-    flags[rank] += 1
-    while any(flag != flags[rank] for flag in flags):
-        pause()
 
 
 @mistake("21.1", "otherwise", "on 3 ranks: ", "left before rank 2 had come")
@@ -44,18 +20,6 @@ def test_a_barrier_that_waits_for_one_neighbour(flags, rank, pause):
     flags[rank] += 1
     while flags[(rank + 1) % len(flags)] < flags[rank]:
         pause()
-
-
-@mistake("21.1", "no flag raised", "holds 'a rank waits for the others forever'")
-def test_a_barrier_that_raises_no_flag(flags, rank, pause):
-    while min(flags) < 1:
-        pause()
-
-
-@mistake("21.1", "other flag", "rank 0 wrote flag 1, which is not its own")
-def test_a_barrier_that_raises_all_flags(flags, rank, pause):
-    for other in range(len(flags)):
-        flags[other] += 1
 
 
 def test_a_barrier_that_never_pauses_is_stopped(monkeypatch):
@@ -66,80 +30,6 @@ def test_a_barrier_that_never_pauses_is_stopped(monkeypatch):
 
     monkeypatch.setattr(grader, "TIMEOUT", 3.0)
     assert_mistake(kit.check.exercise_21_1, busy, "no pause", "it did not finish in time")
-
-
-@mistake("21.2", "other slot", "on 2 ranks: it raised an error")
-def test_a_sum_in_the_slots_of_a_pair_that_is_missing(tensor, pairs, call, rank, barrier):
-    pairs[call + 2][rank].copy_(tensor)
-
-
-@mistake("21.2", "read too early", "on 2 ranks: wrong result")
-def test_a_sum_with_the_barrier_after_reading(tensor, pairs, call, rank, barrier):
-    slots = pairs[call % 2]
-    slots[rank].copy_(tensor)
-    tensor += slots[1 - rank]
-    barrier()
-
-
-@mistake("21.2", "two barriers", "right, but 2 barriers in place of 1")
-def test_a_sum_with_the_slots_and_the_barriers_of_the_lesson(tensor, pairs, call, rank, barrier):
-    slots = pairs[0]
-    slots[rank].copy_(tensor)
-    barrier()
-    tensor += slots[1 - rank]
-    barrier()
-
-
-@mistake("21.2", "otherwise")
-def test_a_sum_in_the_slot(tensor, pairs, call, rank, barrier):
-    slots = pairs[call % 2]
-    slots[rank].copy_(tensor)
-    barrier()
-    slots[0].add_(slots[1])  # both ranks do
-    barrier()
-    tensor.copy_(slots[0])
-
-
-@mistake("21.3", "other slot", "on 2 ranks: it raised an error")
-def test_a_chunk_of_a_slot_that_is_missing(tensor, slots, rank, barrier):
-    return slots[len(slots)]
-
-
-@mistake("21.3", "otherwise", "wrong result")
-def test_the_mean_of_a_chunk(tensor, slots, rank, barrier):
-    slots[rank].copy_(tensor)
-    barrier()
-    mean = torch.stack([slot.tensor_split(len(slots))[rank] for slot in slots]).mean(0)
-    barrier()
-    return mean
-
-
-def backend(size=lambda tensor: ROOM // tensor.itemsize, times=1, work=True):
-    """Return an answer to 21.4; each argument can make it wrong in one way."""
-
-    class Backend(SegmentGroup):
-        def allreduce(self, tensors, opts=None):
-            for tensor in tensors:
-                for piece in tensor.detach().view(-1).split(size(tensor)) * times:
-                    all_reduce(self.segment, piece)
-            return Finished(tensors) if work else None
-
-    return Backend
-
-
-@pytest.mark.parametrize(
-    ("name", "wrong"),
-    [
-        ("too large pieces", {"size": len}),
-        ("too large pieces", {"size": lambda tensor: ROOM}),
-        ("no work", {"work": False}),
-        ("otherwise", {"times": 2}),
-        ("one by one", {}),
-    ],
-)
-def test_a_backend(name, wrong):
-    start = "exercise 21.4, Backend(store, rank, size, timeout) on 2 ranks: "
-    assert_mistake(kit.check.exercise_21_4, backend(**wrong), name, start)
 
 
 class Finds:

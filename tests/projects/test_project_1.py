@@ -101,7 +101,7 @@ def runs(monkeypatch):
     found["killed"] = module.Training(KILLED, SPEED, len(module.KILLS), 5.0)
 
     def run_killed(grader, ranks, kills):
-        grader.on(ranks)
+        grader.case = f"on {ranks} ranks"
         return found["killed" if kills else ranks]
 
     monkeypatch.setattr(module.TrainingGrader, "run_killed", run_killed)
