@@ -184,22 +184,6 @@ def test_a_pyplot_that_is_half_imported_does_not_hide_the_error(notebook):
     assert notebook.run(code).stdout == "boom\n"
 
 
-def test_a_rank_of_torchrun_displays_and_logs(notebook):
-    notebook.run(
-        "def worker(rank, world_size):\n"
-        "    plt.plot([0, 1])\n"
-        "    plt.show()\n"
-        "    logging.getLogger('own').info('logged')\n"
-        "logging.basicConfig(level=logging.INFO)"
-    )
-    try:
-        cell = notebook.send("kit.torchrun(worker, nproc_per_node=2)").finish(180)
-    finally:
-        notebook.run("logging.basicConfig(level=logging.WARNING, handlers=[], force=True)")
-    logged = [f"[rank {rank}] INFO:own:logged" for rank in range(2)]
-    assert shown(cell) == [*logged, "ranks 0 and 1:", FIGURE]
-
-
 def test_a_rank_of_a_script_displays_text():
     def worker(rank, world_size):
         import matplotlib.pyplot as plt
