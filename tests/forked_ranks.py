@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import multiprocessing.forkserver
 import os
-from types import SimpleNamespace
 
 import pytest
-import torch.multiprocessing as mp
 from kernels import FORKS
 
 from ddp_kit.pool import launchers
@@ -39,7 +37,7 @@ def forked_ranks():
     # Now, because later it would get the mark of a rank, and be killed with that.
     multiprocessing.forkserver.ensure_running()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launchers, "mp", SimpleNamespace(spawn=_fork))
+        patch.setattr(launchers, "NewProcess", _new_process)
         patch.setattr(pool_module, "_shared", shared_pools)
         yield
 
@@ -49,12 +47,11 @@ def server() -> int | None:
     return multiprocessing.forkserver._forkserver._forkserver_pid
 
 
-def _fork(serve, args, **options):
-    """Start a rank as `torch.multiprocessing.spawn` does."""
-    args = serve, os.environ[RANK_MARK], args[:-1]
-    return mp.start_processes(_serve, args, start_method="forkserver", **options)
+def _new_process(target, args):
+    args = target, os.environ[RANK_MARK], args[:-1]
+    return multiprocessing.get_context("forkserver").Process(target=_serve, args=args)
 
 
-def _serve(index, serve, mark, args):
+def _serve(serve, mark, args):
     os.environ[RANK_MARK] = mark
-    serve(index, *args, os.getppid())  # the rank ends with the process that has forked it
+    serve(*args, os.getppid())  # the rank ends with the process that has forked it

@@ -13,7 +13,6 @@ from kernels import Cell, Kernel
 import ddp_kit as kit
 from ddp_kit.notebook.live import show_displayed
 from ddp_kit.pool import view
-from ddp_kit.pool.rank.displayed import LIMIT
 from ddp_kit.pool.view import as_seen
 
 SHARED = """
@@ -124,24 +123,6 @@ def test_a_display_that_is_updated_or_cleared_has_its_last_content(notebook):
     assert "widget" not in str(cell.contents("display_data")), "its model is not in the notebook"
 
 
-def test_of_a_flood_of_displays_the_first_are_shown(notebook):
-    notebook.run(
-        "def worker(rank, world_size, size):\n"
-        "    for _ in range(3):\n"
-        "        display(HTML('x' * size))\n"
-        "    display(HTML('small'))\n"
-    )
-    cell = notebook.run(f"kit.run(worker, {LIMIT // 2 - 1000}, world_size=1)")
-    assert [line[:5] for line in shown(cell)] == ["rank ", "xxxxx"] * 2 + [
-        "rank ",
-        "small",
-        "rank ",
-    ]
-    assert shown(cell)[-1] == (
-        f"rank 0: ... 1 more left out: a rank may display {LIMIT:,} bytes a run"
-    )
-
-
 def test_a_display_that_fails_in_the_notebook_leaves_the_result_and_the_error(notebook):
     notebook.run(
         "from ddp_kit.pool import view\n"
@@ -201,22 +182,6 @@ def test_a_pyplot_that_is_half_imported_does_not_hide_the_error(notebook):
         "        print(error.failures[0].message)"
     )
     assert notebook.run(code).stdout == "boom\n"
-
-
-def test_a_rank_of_torchrun_displays_and_logs(notebook):
-    notebook.run(
-        "def worker(rank, world_size):\n"
-        "    plt.plot([0, 1])\n"
-        "    plt.show()\n"
-        "    logging.getLogger('own').info('logged')\n"
-        "logging.basicConfig(level=logging.INFO)"
-    )
-    try:
-        cell = notebook.send("kit.torchrun(worker, nproc_per_node=2)").finish(180)
-    finally:
-        notebook.run("logging.basicConfig(level=logging.WARNING, handlers=[], force=True)")
-    logged = [f"[rank {rank}] INFO:own:logged" for rank in range(2)]
-    assert shown(cell) == [*logged, "ranks 0 and 1:", FIGURE]
 
 
 def test_a_rank_of_a_script_displays_text():

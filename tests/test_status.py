@@ -136,22 +136,6 @@ def test_ranks_that_no_run_has_used_for_a_while_end_and_the_next_run_starts_new_
         assert len(set(again) - set(three)) == 2
 
 
-@pytest.mark.usefixtures("forked_ranks")
-def test_ranks_that_were_used_or_hold_names_are_kept():
-    with kit.WorkerPool(1) as pool:
-        processes = pool._processes
-        pool.run(pid, world_size=2)
-        assert 290 < processes.end_unused(300) <= 300
-        assert len(processes.ranks) == 2, "they were used a moment ago"
-        processes.has_names = True
-        assert processes.end_unused(0) is None
-        assert len(processes.ranks) == 2, "names of cells would be lost"
-        assert "kept for their names of %%ranks cells" in str(last()).splitlines()[0]
-        processes.has_names = False
-        assert processes.end_unused(0) is None
-        assert not processes.ranks
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="only glibc can be asked to")
 def test_a_rank_gives_back_the_memory_of_a_training_step():
     def train(rank, world_size):

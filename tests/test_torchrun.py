@@ -15,7 +15,6 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-import threading
 import time
 
 import numpy
@@ -141,26 +140,14 @@ def test_a_file_runs_as_a_program_of_its_own(tmp_path, monkeypatch):
     assert result.output == ("found ['--epochs', '1'] 1\n",)
 
 
-def recv_both(rank, world_size):
-    dist.recv(torch.zeros(1), 1 - rank)
+def test_a_deadlock_is_reported_also_with_a_rank_that_has_returned():
+    def recv_in_vain(rank, world_size):
+        if rank == 0:
+            dist.recv(torch.zeros(1), 1)
 
-
-def recv_in_vain(rank, world_size):
-    if rank == 0:
-        dist.recv(torch.zeros(1), 1)
-
-
-@pytest.mark.parametrize(
-    ("worker", "words", "returned"),
-    [
-        (recv_both, "rank 0 waits for rank 1, rank 1 waits for rank 0", ()),
-        (recv_in_vain, "which has returned without sending", (1,)),
-    ],
-)
-def test_a_deadlock_is_reported_also_with_a_rank_that_has_returned(worker, words, returned):
-    with pytest.raises(kit.DeadlockError, match=words) as caught:
-        torchrun(worker)
-    assert caught.value.returned == returned
+    with pytest.raises(kit.DeadlockError, match="which has returned without sending") as caught:
+        torchrun(recv_in_vain)
+    assert caught.value.returned == (1,)
 
 
 def one_ends(rank, world_size, how):
@@ -185,11 +172,6 @@ def test_a_rank_that_is_killed_is_reported_with_its_signal():
     with pytest.raises(kit.RankDiedError) as caught:
         torchrun(one_ends, "killed")
     assert (caught.value.rank, caught.value.signal) == (1, "SIGKILL")
-
-
-def test_the_time_limit_ends_a_run():
-    with pytest.raises(kit.RunTimeoutError, match=r"did not end within 0\.5 s"):
-        kit.torchrun(lambda rank, world_size: time.sleep(60), nproc_per_node=1, timeout=0.5)
 
 
 def test_an_interrupt_ends_a_run_and_its_agent_and_loses_no_output(capsys):
@@ -309,26 +291,10 @@ def test_a_deadlock_with_a_rank_on_another_host_is_reported():
 
 
 @pytest.mark.usefixtures("beside_the_notebook")
-@pytest.mark.parametrize(
-    ("ends", "failed"),
-    [
-        (lambda: sys.exit(3), "SystemExit: 3"),
-        # These two are told as on this host.
-        pytest.param(threading.Lock, "TypeError: the worker returned", marks=pytest.mark.long),
-        pytest.param(lambda: sys.exit(0), None, marks=pytest.mark.long),
-    ],
-)
-def test_how_a_worker_ends_on_another_host_is_reported(ends, failed):
-    def worker(rank, world_size):
-        return ends() if rank == 1 else "fine"
-
-    with OtherHost():
-        if failed is None:
-            assert list(on_two_hosts(worker)) == ["fine", None]
-            return
-        with pytest.raises(kit.RankError) as caught:
-            on_two_hosts(worker)
-    assert str(caught.value.failures[1]).startswith(failed)
+def test_an_exit_of_a_worker_on_another_host_is_reported():
+    with OtherHost(), pytest.raises(kit.RankError) as caught:
+        on_two_hosts(lambda rank, world_size: sys.exit(3) if rank == 1 else "fine")
+    assert str(caught.value.failures[1]).startswith("SystemExit: 3")
 
 
 @pytest.mark.usefixtures("beside_the_notebook")

@@ -11,7 +11,6 @@ from kernels import ENVIRONMENT, Kernel
 from processes import assert_gone, wait_until
 
 from ddp_kit.pool import arguments
-from ddp_kit.pool.ranks import start_variables
 
 IMPORT = "import os\nimport ddp_kit as kit\n"
 PIDS = "list(kit.run(lambda rank, world_size: os.getpid()))"
@@ -90,14 +89,6 @@ def test_a_variable_that_pytorch_reads_at_its_start_restarts_ranks_that_nobody_u
     used = pids(kernel)
     kernel.run("os.environ['OMP_NUM_THREADS'] = '2'")
     assert pids(kernel) == used, "ranks that were used stay"
-
-
-@pytest.mark.parametrize("name", ["CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "LEARNER"])
-def test_a_variable_matters_for_the_start_of_a_rank_or_does_not(monkeypatch, name):
-    monkeypatch.setenv(name, "before")
-    before = start_variables()
-    monkeypatch.setenv(name, "after")
-    assert (start_variables() == before) is (name == "LEARNER")
 
 
 def test_ranks_that_nobody_used_end_after_a_while_and_the_first_run_starts_them(start):

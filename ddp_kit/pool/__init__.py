@@ -25,11 +25,10 @@ from ddp_kit.pool.pool import (
     status,
 )
 from ddp_kit.pool.ranks import end_all
-from ddp_kit.pool.reports import FailedRun, last_failed_run
+from ddp_kit.pool.reports import last_failed_run
 from ddp_kit.pool.result import Result
 
 __all__ = [
-    "FailedRun",
     "Result",
     "WorkerPool",
     "check_world_size",

@@ -125,24 +125,23 @@ class DeadlockWatch:
         verdict = judge(snapshots, gone, long=self._now - max(self._since) >= AGAIN)
         if verdict is not None:
             return self._confirm(verdict, snapshots, left)
-        why = ends_by_its_limit(snapshots, gone)
-        if why is not None and (waits := self._limited_waits(why, snapshots)):
-            why = self._confirm(why, snapshots, left)
-            if why is not None:
-                self._note_limited(why, waits)
+        if (why := ends_by_its_limit(snapshots, gone)) is not None:
+            self._note_limited(why, snapshots, left)
         if crowded := [snapshot.rank for snapshot in snapshots if snapshot.is_crowded]:
             self._note_held(self._quiet, _CROWDED.format(name_ranks(crowded)))
         return None
 
-    def _limited_waits(self, why: Verdict, snapshots: Sequence[Snapshot]) -> set[tuple[int, int]]:
-        """Return the waits with a time limit, by rank and event, if any of them is not known."""
+    def _note_limited(
+        self, why: Verdict, snapshots: Sequence[Snapshot], left_threads: Collection[int]
+    ) -> None:
+        """Note waits that only their own time limit can end; a rank may go on after that."""
         stuck = [snapshots[wait.rank] for wait in why.waits]
         waits = {(each.rank, each.waits[0].index) for each in stuck if not each.waits_forever}
-        return set() if waits <= self._limited.keys() else waits
-
-    def _note_limited(self, why: Verdict, waits: set[tuple[int, int]]) -> None:
-        """Note waits that only their own time limit can end; a rank may go on after that."""
-        self._limited |= dict.fromkeys(waits, why)
+        known = waits <= self._limited.keys()
+        confirmed = None if known else self._confirm(why, snapshots, left_threads)
+        if confirmed is None:
+            return
+        self._limited |= dict.fromkeys(waits, confirmed)
         if why.fact not in self._said:  # it may try again and again
             self._said.add(why.fact)
             self.notices.append(why.fact)

@@ -8,6 +8,7 @@ torchrun is in `torchrun.py`.
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import re
 import signal
@@ -19,11 +20,8 @@ import time
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from multiprocessing import connection, resource_tracker
 from pathlib import Path
-
-import torch.multiprocessing as mp
 
 from ddp_kit.backends import mpi
 from ddp_kit.errors import BackendError, KitError, PoolError
@@ -42,6 +40,7 @@ from ddp_kit.pool.ranks import (
 from ddp_kit.pool.wire.messages import CALL, RANK_MARK
 
 FIRST = Path(bootstrap.__file__).with_name("without_gc.py")  # what each rank executes first
+NewProcess = multiprocessing.get_context("spawn").Process
 PATIENCE = 2.0  # seconds for a program to end and to remove its files
 
 _PREFIX = re.compile(r"^\[[WE][^\]]*\] (\[c10d\] )?")  # of a line that C++ logs
@@ -70,14 +69,9 @@ class Spawn(Launcher):
 def _spawn(ends: Ends) -> tuple[Process, Callable[[], None]]:
     with holding_interrupt(), _prepared_for_spawn(ends.mark):
         args = ends.control, ends.printed, ends.board, os.getpid()
-        started = mp.spawn(bootstrap.serve_spawned, args, nprocs=1, join=False)
-    # torch writes these if `serve_spawned` fails.
-    return started.processes[0], partial(_remove, getattr(started, "error_files", ()))
-
-
-def _remove(files: Sequence[str]) -> None:
-    for file in files:
-        Path(file).unlink(missing_ok=True)
+        process = NewProcess(target=bootstrap.serve_spawned, args=args)
+        process.start()
+    return process, lambda: None
 
 
 @contextmanager
@@ -366,7 +360,6 @@ class MPIExecProgram(Program):
         self.end()
 
     def first_end(self) -> tuple[int | None, int | None]:
-        """Return which rank ended first, and how, as Open MPI prints when it ends."""
         if self._first is None:
             with suppress(subprocess.TimeoutExpired):
                 self._program.wait(PATIENCE)

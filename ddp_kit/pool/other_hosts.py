@@ -225,7 +225,6 @@ class OtherHosts:
         return None
 
     def _failures(self, how: str) -> dict[int, RankFailure]:
-        """Return the exceptions of the ranks that ended in this way."""
         found = {rank: self._report(rank).failure for rank in self._ended(how)}
         return {rank: failure for rank, failure in found.items() if failure is not None}
 

@@ -217,7 +217,6 @@ class Run:
         return self._verdict is not None
 
     def _line(self, number: int) -> view.RankLine:
-        """Return what the live view shows of a rank."""
         rank, reports, seconds = self._ranks[number], self._reports, None
         head = rank.board.head()
         if number in reports.returned:
@@ -252,7 +251,6 @@ class Run:
         return int(now - since) or None
 
     def _show_start(self, doing: list[str]) -> None:
-        """Show what the processes of a launcher's program are doing."""
         lines = enumerate(doing)
         self._view.update([view.RankLine(what, self._seconds(n, what)) for n, what in lines])
 
@@ -292,7 +290,8 @@ class Run:
             assert error is not None, "without one the worker is called"
             raise error
         trace, result = join(self._snapshots), None
-        failure = self._failure()
+        elsewhere = self.others.error(self._reports) if self.others is not None else None
+        failure = elsewhere or error_of_ranks(self._reports, self._ranks)
         verdict = self._last_verdict(failure)
         if failure is None and self._verdict is None:
             replies = sorted(self._reports.returned.items())
@@ -305,11 +304,6 @@ class Run:
         error.trace, error.cell_names = trace, ipython.cell_names()
         error.handled = self._reports.handled
         raise error
-
-    def _failure(self) -> KitError | None:
-        """Return the error if ranks raised, died or were too slow; None if all have returned."""
-        elsewhere = self.others.error(self._reports) if self.others is not None else None
-        return elsewhere or error_of_ranks(self._reports, self._ranks)
 
     def _last_verdict(self, failure: KitError | None) -> Verdict | None:
         """Return why the ranks' calls do not fit together; None if they do."""

@@ -12,7 +12,7 @@ import socket
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -144,13 +144,7 @@ class _Job:
                 file = Path(f"{_file_name(self.task.worker)}_for_port_{port}.py").absolute()
             _write(self.task, file)
             self.on_end.callback(file.unlink, missing_ok=True)
-            variables = {"OMP_NUM_THREADS": str(threads_per_rank(self.here))}
-            if self.hosts == 1:
-                variables |= LOOPBACK_ENVIRONMENT
-            options = ["--nproc-per-node", str(self.here), "--log-dir", folder.file("logs")]
-            self.agent = Torchrun(
-                self.here, folder, options, str(file), variables, rendezvous, join_timeout
-            )
+            self.agent = Torchrun(self.here, folder, str(file), rendezvous, join_timeout)
             self.on_end.callback(self.agent.end)
             self.processes = RankProcesses(self.agent, folder, init=False)
             self.on_end.callback(self.processes.dismiss, patience=0.0)
@@ -276,9 +270,8 @@ if __name__ == "__main__":
 class Torchrun(Program):
     """The agent. When one of its processes fails, it ends all.
 
-    count: its processes. options: torchrun's. script: the file that each process runs. variables:
-    what is added to its environment. rendezvous: where it meets the agents of other hosts. timeout:
-    seconds for the ranks of all hosts to come.
+    count: its processes. script: the file that each of them runs. rendezvous: where it meets the
+    agents of other hosts. timeout: seconds for the ranks of all hosts to come.
     """
 
     name = "torchrun"
@@ -289,20 +282,21 @@ class Torchrun(Program):
         self,
         count: int,
         folder: PrivateFolder,
-        options: Sequence[str],
         script: str,
-        variables: Mapping[str, str],
         rendezvous: Rendezvous,
         timeout: float,
     ) -> None:
         self.hosts, self.store, self._hint = rendezvous.hosts, rendezvous.store, rendezvous.hint
-        options = [*rendezvous.options, *options]
-        command = [sys.executable, "-m", "torch.distributed.run", *options, script]
+        options = [*rendezvous.options, "--nproc-per-node", str(count)]
+        options += ["--log-dir", folder.file("logs"), script]
+        command = [sys.executable, "-m", "torch.distributed.run", *options]
         path = os.pathsep.join(filter(None, sys.path))
         # torchrun also takes options from these variables, which some clusters set.
         own = {k: v for k, v in os.environ.items() if not k.startswith(("PET_", "TORCHELASTIC_"))}
-        environment = own | variables | {SOCKET: folder.file("socket"), "PYTHONPATH": path}
-        super().__init__(count, folder.file("socket"), command, environment, timeout)
+        own |= LOOPBACK_ENVIRONMENT if self.hosts == 1 else {}
+        own |= {"OMP_NUM_THREADS": str(threads_per_rank(count)), "PYTHONPATH": path}
+        own[SOCKET] = folder.file("socket")
+        super().__init__(count, own[SOCKET], command, own, timeout)
 
     def explain_start(self) -> str:
         reason = self.reason()

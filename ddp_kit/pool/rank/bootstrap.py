@@ -30,13 +30,8 @@ from ddp_kit.trace import SERVING, Board
 MARK_SIZE = 32  # characters of the mark that a pool answers with
 
 
-def serve_spawned(
-    _index: int, control: Connection, output: Connection, board: Board, parent: int
-) -> None:
+def serve_spawned(control: Connection, output: Connection, board: Board, parent: int) -> None:
     """Serve the pool that has spawned this process, until its end of `control` closes.
-
-    `torch.multiprocessing.spawn` calls this with an index that is always 0: every rank is
-    started by a call of its own, so that one can be replaced without the others.
 
     parent: the pool's process id.
     """
@@ -49,7 +44,6 @@ def serve_spawned(
 
 
 def connect(path: str, rank: int) -> socket.socket:
-    """Connect to the pool's socket as a rank."""
     line = socket.socket(socket.AF_UNIX)
     line.connect(path)
     line.sendall(CALL.pack(rank, os.getpid()))

@@ -104,7 +104,9 @@ class State:
         if self._log.level != self._log_level:  # the setter empties a cache
             self._log.setLevel(self._log_level)
         variables = environment.variables | self._own_environment
-        variables |= rank_environment(joined.rank, joined.world_size)
+        rank, world_size = str(joined.rank), str(joined.world_size)
+        variables |= {"RANK": rank, "LOCAL_RANK": rank}  # as torchrun would set them
+        variables |= {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
         if os.environ != variables:
             os.environ.clear()
             os.environ.update(variables)
@@ -171,16 +173,6 @@ def _refuse_input(*_args: object, **_kwargs: object) -> NoReturn:
         "input() and debuggers do not work in a rank; ask in the notebook, and pass the answer to "
         "the ranks as an argument of kit.run or with %ranks push"
     )
-
-
-def rank_environment(rank: int, world_size: int) -> dict[str, str]:
-    """Return the variables that torchrun would set for a process."""
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-    }
 
 
 # --- functions that a worker has replaced ----------------------------------------------------
