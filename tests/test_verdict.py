@@ -69,275 +69,136 @@ CASES = {
     "two_receive": (
         [[recv(1), send(1)], [recv(0), send(0)], []],
         "rank 0 waits for rank 1, rank 1 waits for rank 0: neither can ever send.",
-        [
-            "rank 0 was waiting for rank 1 in recv(src=1), 400 bytes",
-            "rank 1 was waiting for rank 0 in recv(src=0), 400 bytes",
-            "    line 3 of worker: exchange(tensor)",
-            "rank 2 had returned",
-        ],
         RECV_FIRST,
     ),
     "a_ring_receives": (
         [[recv(2), send(1)], [recv(0), send(2)], [recv(1), send(0)]],
         "rank 0 waits for rank 2, rank 2 waits for rank 1, rank 1 waits for rank 0: "
         "none of them can ever send.",
-        [
-            "rank 0 was waiting for rank 2 in recv(src=2), 400 bytes",
-            "rank 1 was waiting for rank 0 in recv(src=0), 400 bytes",
-            "rank 2 was waiting for rank 1 in recv(src=1), 400 bytes",
-            "    line 3 of worker: exchange(tensor)",
-        ],
         RECV_FIRST,
     ),
     "two_send": (
         [[send(1), recv(1)], [send(0), recv(0)], []],
         "rank 0 waits until rank 1 receives, rank 1 waits until rank 0 receives: "
         "neither can ever receive.",
-        [
-            "rank 0 was waiting for rank 1 in send(dst=1), 400 bytes",
-            "rank 1 was waiting for rank 0 in send(dst=0), 400 bytes",
-            "    line 3 of worker: exchange(tensor)",
-            "rank 2 had returned",
-        ],
         SEND_FIRST,
     ),
     "a_ring_sends_and_receives": (
         [[send(1)], [recv(2)], [recv(0)]],
         "rank 0 waits until rank 1 receives, rank 1 waits for a message from rank 2, "
         "rank 2 waits for a message from rank 0: none of them can ever continue.",
-        [
-            "rank 0 was waiting for rank 1 in send(dst=1), 400 bytes",
-            "rank 1 was waiting for rank 2 in recv(src=2), 400 bytes",
-            "rank 2 was waiting for rank 0 in recv(src=0), 400 bytes",
-            "    line 3 of worker: exchange(tensor)",
-        ],
         SEND_FIRST,
     ),
     "the_sender_has_returned": (
         [[recv(1)], [recv(2)], []],
         "rank 1 waits for a message from rank 2, which has returned without sending it.",
-        [
-            "rank 0 was waiting for rank 1 in recv(src=1), 400 bytes",
-            "rank 1 was waiting for rank 2 in recv(src=2), 400 bytes",
-            "    line 3 of worker: exchange(tensor)",
-            "rank 2 had returned",
-        ],
         COUNT,
     ),
     "one_receive_too_many": (
         [[recv(1), recv(1), recv(1)], [send(0), send(0)], []],
         "rank 0 waits for a 3rd message from rank 1, which sent 2 and has returned.",
-        [
-            "rank 0 was waiting for rank 1 in recv(src=1), 400 bytes",
-            "    line 3 of worker: exchange(tensor)",
-            "ranks 1 and 2 had returned",
-        ],
         COUNT,
     ),
     "one_send_too_many": (
         [[send(1, 5), ("isend", 1, 5, THREE), ("wait", 0)], [recv(0, 5)], []],
         "rank 0 sends a 2nd message with tag 5 to rank 1, which received 1 of these and has "
         "returned.",
-        [
-            "rank 0 was waiting for rank 1 in isend(dst=1, tag=5), 400 bytes",
-            "    line 3 of worker: exchange(tensor)",
-            "ranks 1 and 2 had returned",
-        ],
         COUNT,
     ),
     "the_receiver_has_returned": (
         [[send(1)], [], []],
         "rank 0 sends a message to rank 1, which has returned without receiving it.",
-        [
-            "rank 0 was waiting for rank 1 in send(dst=1), 400 bytes",
-            "    line 3 of worker: exchange(tensor)",
-            "ranks 1 and 2 had returned",
-        ],
         COUNT,
     ),
     "only_another_tag_was_sent": (
         [[recv(1, 5), recv(1)], [send(0, 5)], []],
         "rank 0 waits for a message with tag 0 from rank 1, which has returned without sending it.",
-        [
-            "rank 0 was waiting for rank 1 in recv(src=1), 400 bytes",
-            "    line 3 of worker: exchange(tensor)",
-            "ranks 1 and 2 had returned",
-        ],
         COUNT,
     ),
     "a_wrong_tag": (
         [[send(1, 1)], [recv(0, 2)], []],
         "rank 0 sends to rank 1 with tag 1, but rank 1 receives from rank 0 with tag 2.",
-        [
-            "rank 0 was waiting for rank 1 in send(dst=1, tag=1), 400 bytes",
-            "rank 1 was waiting for rank 0 in recv(src=0, tag=2), 400 bytes",
-            "    line 3 of worker: exchange(tensor)",
-            "rank 2 had returned",
-        ],
         ADDRESS,
     ),
     "a_wrong_tag_of_a_rank_that_went_on": (
         [[("isend", 1, 1, THREE), recv(1)], [recv(0), send(0)], []],
         "rank 0 sends to rank 1 with tag 1, but rank 1 receives from rank 0 with tag 0.",
-        [
-            "rank 0 was waiting for rank 1 in recv(src=1), 400 bytes",
-            "rank 1 was waiting for rank 0 in recv(src=0), 400 bytes",
-            "    line 3 of worker: exchange(tensor)",
-            "rank 2 had returned",
-        ],
         ADDRESS,
     ),
     "a_wrong_tag_to_any_source": (
         [[send(1, 1)], [recv(None, 2)], [recv(1)]],
         "rank 0 sends to rank 1 with tag 1, but rank 1 receives from any rank with tag 2.",
-        [
-            "rank 0 was waiting for rank 1 in send(dst=1, tag=1), 400 bytes",
-            "rank 1 was waiting for any of ranks 0 and 2 in recv(tag=2), 400 bytes",
-            "rank 2 was waiting for rank 1 in recv(src=1), 400 bytes",
-            "    line 3 of worker: exchange(tensor)",
-        ],
         ADDRESS,
     ),
     "a_wrong_group": (
         [[send(1, 0, PAIR)], [recv(0)], []],
         "rank 0 sends to rank 1 in the group of ranks 0 and 1, but rank 1 receives from rank 0 "
         "in the group of ranks 0, 1 and 2.",
-        [
-            "rank 0 was waiting for rank 1 in send(dst=1, group=[0, 1]), 400 bytes",
-            "rank 1 was waiting for rank 0 in recv(src=0), 400 bytes",
-            "    line 3 of worker: exchange(tensor)",
-            "rank 2 had returned",
-        ],
         ADDRESS,
     ),
     "a_rank_skipped_a_collective_and_returned": (
         [[all_reduce()], [all_reduce()], []],
         "ranks 0 and 1 wait in all_reduce for rank 2, which has returned without calling it.",
-        [
-            "ranks 0 and 1 were waiting for rank 2 in all_reduce, 400 bytes",
-            "    line 3 of worker: exchange(tensor)",
-            "rank 2 had returned",
-        ],
-        COLLECTIVE,
-    ),
-    "ranks_left_the_root_of_a_broadcast": (
-        [[("collective", 0, THREE)], [], []],
-        "rank 0 waits in broadcast(src=0) for ranks 1 and 2, which have returned without "
-        "calling it.",
-        [
-            "rank 0 was waiting for ranks 1 and 2 in broadcast(src=0), 400 bytes",
-            "    line 3 of worker: exchange(tensor)",
-            "ranks 1 and 2 had returned",
-        ],
         COLLECTIVE,
     ),
     "a_rank_receives_before_a_collective": (
         [[all_reduce()], [all_reduce()], [recv(0), all_reduce()]],
         "ranks 0 and 1 wait in all_reduce for rank 2, rank 2 waits for a message from rank 0: "
         "none of them can ever continue.",
-        [
-            "ranks 0 and 1 were waiting for rank 2 in all_reduce, 400 bytes",
-            "rank 2 was waiting for rank 0 in recv(src=0), 400 bytes",
-            "    line 3 of worker: exchange(tensor)",
-        ],
-        COLLECTIVE,
-    ),
-    "a_rank_sends_before_a_collective": (
-        [[all_reduce(PAIR)], [send(0), all_reduce(PAIR)], []],
-        "rank 0 waits in all_reduce(group=[0, 1]) for rank 1, rank 1 waits until rank 0 "
-        "receives: neither can ever continue.",
-        [
-            "rank 0 was waiting for rank 1 in all_reduce(group=[0, 1]), 400 bytes",
-            "rank 1 was waiting for rank 0 in send(dst=0), 400 bytes",
-            "    line 3 of worker: exchange(tensor)",
-            "rank 2 had returned",
-        ],
         COLLECTIVE,
     ),
     "half_a_sub_group": (
         [[all_reduce(PAIR), all_reduce()], [all_reduce()], [all_reduce()]],
         "rank 0 waits in all_reduce(group=[0, 1]) for rank 1, ranks 1 and 2 wait in all_reduce "
         "for rank 0: none of them can ever continue.",
-        [
-            "rank 0 was waiting for rank 1 in all_reduce(group=[0, 1]), 400 bytes",
-            "ranks 1 and 2 were waiting for rank 0 in all_reduce, 400 bytes",
-            "    line 3 of worker: exchange(tensor)",
-        ],
         COLLECTIVE,
     ),
     "two_groups_in_another_order": (
         [[all_reduce(PAIR)], [all_reduce(OTHER_PAIR)], []],
         "rank 0 waits in all_reduce(group=[0, 1]) for rank 1, rank 1 waits in "
         "all_reduce(group=[0, 1]) of another group for rank 0: neither can ever continue.",
-        [
-            "rank 0 was waiting for rank 1 in all_reduce(group=[0, 1]), 400 bytes",
-            "rank 1 was waiting for rank 0 in all_reduce(group=[0, 1]), 400 bytes",
-            "    line 3 of worker: exchange(tensor)",
-            "rank 2 had returned",
-        ],
         COLLECTIVE,
     ),
     "any_source_of_two_ranks": (
         [[recv(None, 0, TWO)], [recv(0, 0, TWO)]],
         "rank 0 waits for rank 1, rank 1 waits for rank 0: neither can ever send.",
-        [
-            "rank 0 was waiting for rank 1 in recv, 400 bytes",
-            "rank 1 was waiting for rank 0 in recv(src=0), 400 bytes",
-            "    line 3 of worker: exchange(tensor)",
-        ],
         RECV_FIRST,
-    ),
-    "any_source_of_two_ranks_once_too_often": (
-        [[recv(None, 0, TWO), recv(None, 0, TWO)], [send(0, 0, TWO)]],
-        "rank 0 waits for a 2nd message from rank 1, which sent 1 and has returned.",
-        [
-            "rank 0 was waiting for rank 1 in recv, 400 bytes",
-            "    line 3 of worker: exchange(tensor)",
-            "rank 1 had returned",
-        ],
-        COUNT,
     ),
     "the_shortest_cycle_is_not_the_first": (
         [[recv(1)], [recv(2)], [all_reduce()]],
         "rank 1 waits for a message from rank 2, rank 2 waits in all_reduce for rank 1: "
         "neither can ever continue.",
-        [
-            "rank 0 was waiting for rank 1 in recv(src=1), 400 bytes",
-            "rank 1 was waiting for rank 2 in recv(src=2), 400 bytes",
-            "rank 2 was waiting for ranks 0 and 1 in all_reduce, 400 bytes",
-            "    line 3 of worker: exchange(tensor)",
-        ],
         COLLECTIVE,
     ),
     "any_source_and_all_have_returned": (
         [[recv()], [], []],
         "rank 0 waits for a message from any rank, but ranks 1 and 2 have returned.",
-        [
-            "rank 0 was waiting for any of ranks 1 and 2 in recv, 400 bytes",
-            "    line 3 of worker: exchange(tensor)",
-            "ranks 1 and 2 had returned",
-        ],
         COUNT,
     ),
     "any_source_and_nobody_is_left": (
         [[recv()], [recv(0)], []],
         "rank 0 waits for a message from any rank, but rank 2 has returned and rank 1 waits too.",
-        [
-            "rank 0 was waiting for any of ranks 1 and 2 in recv, 400 bytes",
-            "rank 1 was waiting for rank 0 in recv(src=0), 400 bytes",
-            "    line 3 of worker: exchange(tensor)",
-            "rank 2 had returned",
-        ],
         COUNT,
     ),
 }
 
 
-@pytest.mark.parametrize(("program", "fact", "lines", "hint"), CASES.values(), ids=CASES)
-def test_a_deadlock_is_explained(program, fact, lines, hint):
+@pytest.mark.parametrize(("program", "fact", "hint"), CASES.values(), ids=CASES)
+def test_a_deadlock_is_explained(program, fact, hint):
     error = deadlock(states_of(*program)).error()
     assert isinstance(error, kit.DeadlockError)
-    assert str(error).splitlines() == [fact, *lines, hint]
+    first, *_, last = str(error).splitlines()
+    assert (first, last) == (fact, hint)
+
+
+def test_between_its_fact_and_its_hint_a_deadlock_has_the_waits():
+    program, *_ = CASES["any_source_and_nobody_is_left"]
+    assert str(deadlock(states_of(*program)).error()).splitlines()[1:-1] == [
+        "rank 0 was waiting for any of ranks 1 and 2 in recv, 400 bytes",
+        "rank 1 was waiting for rank 0 in recv(src=0), 400 bytes",
+        "    line 3 of worker: exchange(tensor)",
+        "rank 2 had returned",
+    ]
 
 
 def test_a_worker_for_two_ranks_on_more_is_told_so():
@@ -410,11 +271,8 @@ def test_nobody_is_stuck_while_a_rank_could_still_help():
     assert stuck([waiting]) == {}
     assert stuck([replace(waiting, status="running"), returned]) == {}
     assert deadlock([waiting]) is None
-
-
-def test_nobody_is_stuck_in_a_kind_of_wait_that_the_kit_does_not_know():
-    unknown = replace(states_of([recv(1)], [], [])[0].waits_for, kind="other")
-    assert stuck([RankState(0, "waiting", unknown), RankState(1, "returned")]) == {}
+    unknown = replace(waiting.waits_for, kind="other")
+    assert stuck([replace(waiting, waits_for=unknown), returned]) == {}
 
 
 KEY = Event(0, 0, "store.get('address')", "key", "key", Group("store", ()), 0)
@@ -632,52 +490,31 @@ MISMATCHES = {
     "op": (
         [call(0), call(1, "broadcast", "broadcast", root=0)],
         "rank 0 calls all_reduce, rank 1 calls broadcast.",
-        [
-            "rank 0 called all_reduce with float32 of shape (4,)",
-            "rank 1 called broadcast(src=0) with float32 of shape (4,)",
-        ],
         "All ranks of a group must call the same collectives, in the same order.",
     ),
     "op_of_one_name": (
         [call(0, "all_gather", "allgather"), call(1, "all_gather", "_allgather_base")],
         "rank 0 calls all_gather with allgather, rank 1 with _allgather_base.",
-        ["ranks 0 and 1 called all_gather with float32 of shape (4,)"],
         "All ranks of a group must call the same collectives, in the same order.",
     ),
     "reduce_op": (
         [call(0, reduce_op="SUM"), call(1, reduce_op="MAX")],
         "rank 0 calls all_reduce with op=SUM, rank 1 with op=MAX.",
-        [
-            "rank 0 called all_reduce with float32 of shape (4,)",
-            "rank 1 called all_reduce(op=MAX) with float32 of shape (4,)",
-        ],
         "All ranks must use the same op.",
     ),
     "root": (
         [call(0, "reduce", "reduce", root=0), call(1, "reduce", "reduce", root=1)],
         "rank 0 calls reduce with dst=0, rank 1 with dst=1.",
-        [
-            "rank 0 called reduce(dst=0) with float32 of shape (4,)",
-            "rank 1 called reduce(dst=1) with float32 of shape (4,)",
-        ],
         "All ranks must use the same root.",
     ),
     "dtype": (
         [call(0), call(1, dtype="float64")],
         "rank 0 calls all_reduce with float32, rank 1 with float64.",
-        [
-            "rank 0 called all_reduce with float32 of shape (4,)",
-            "rank 1 called all_reduce with float64 of shape (4,)",
-        ],
         SAME_TENSORS,
     ),
     "shape": (
         [call(0, group=THREE), call(1, group=THREE, inputs=vectors(5)), call(2, group=THREE)],
         "ranks 0 and 2 call all_reduce with shape (4,), rank 1 with shape (5,).",
-        [
-            "ranks 0 and 2 called all_reduce with float32 of shape (4,)",
-            "rank 1 called all_reduce with float32 of shape (5,)",
-        ],
         SAME_TENSORS,
     ),
     "gather": (
@@ -686,10 +523,6 @@ MISMATCHES = {
             call(1, "gather", "gather", root=0, inputs=vectors(5)),
         ],
         "in gather, rank 1 sends shape (5,) to rank 0, but rank 0 expects shape (4,).",
-        [
-            "rank 0 called gather(dst=0) with float32 of shape (4,) into 2 tensors of shape (4,)",
-            "rank 1 called gather(dst=0) with float32 of shape (5,)",
-        ],
         SAME_CHUNKS,
     ),
     "scatter": (
@@ -698,10 +531,6 @@ MISMATCHES = {
             call(1, "scatter", "scatter", root=0, inputs=(), outputs=vectors(5)),
         ],
         "in scatter, rank 0 sends shape (4,) to rank 1, but rank 1 expects shape (5,).",
-        [
-            "rank 0 called scatter(src=0) with 2 float32 tensors of shape (4,) into shape (4,)",
-            "rank 1 called scatter(src=0) with float32 of shape (5,)",
-        ],
         SAME_CHUNKS,
     ),
     "all_gather": (
@@ -710,10 +539,6 @@ MISMATCHES = {
             call(1, "all_gather", "allgather", inputs=vectors(5), outputs=vectors(5, 5)),
         ],
         "in all_gather, rank 0 sends shape (4,) to rank 1, but rank 1 expects shape (5,).",
-        [
-            "rank 0 called all_gather with float32 of shape (4,) into 2 tensors of shape (4,)",
-            "rank 1 called all_gather with float32 of shape (5,) into 2 tensors of shape (5,)",
-        ],
         SAME_CHUNKS,
     ),
     "reduce_scatter": (
@@ -722,10 +547,6 @@ MISMATCHES = {
             for r, n in [(0, 4), (1, 5)]
         ],
         "in reduce_scatter, rank 0 sends shape (4,) to rank 1, but rank 1 expects shape (5,).",
-        [
-            "rank 0 called reduce_scatter with 2 float32 tensors of shape (4,) into shape (4,)",
-            "rank 1 called reduce_scatter with float32 of shapes (4,), (5,) into shape (5,)",
-        ],
         SAME_CHUNKS,
     ),
     "all_to_all": (
@@ -734,10 +555,6 @@ MISMATCHES = {
             for r in (0, 1)
         ],
         "in all_to_all, rank 0 sends shape (2,) to rank 1, but rank 1 expects shape (1,).",
-        [
-            "ranks 0 and 1 called all_to_all with float32 of shapes (1,), (2,) into shapes "
-            "(1,), (2,)"
-        ],
         SAME_CHUNKS,
     ),
     "split_sizes": (
@@ -754,11 +571,6 @@ MISMATCHES = {
         ],
         "in all_to_all_single, rank 0 sends shape (3, 2) to rank 1, but rank 1 expects shape "
         "(2, 2).",
-        [
-            "rank 0 called all_to_all_single(input_split_sizes=[1, 3], output_split_sizes=[1, 3]) "
-            "with float32 of shape (4, 2) into shape (4, 2)",
-            "rank 1 called all_to_all_single with float32 of shape (4, 2) into shape (4, 2)",
-        ],
         SAME_CHUNKS,
     ),
     "new_group": (
@@ -767,57 +579,76 @@ MISMATCHES = {
             for r, ranks in enumerate([(0, 1), (0,)])
         ],
         "rank 0 calls new_group with [0, 1], rank 1 with [0].",
-        ["rank 0 called new_group([0, 1])", "rank 1 called new_group([0])"],
         "All ranks must create the same groups in the same order, including those that they do "
         "not belong to.",
     ),
     "bytes_of_a_message": (
         [message("send", 0, 1, 1), message("recv", 1, 0, 1200)],
         "rank 0 sends 1 byte, rank 1 receives into a tensor of 1,200 bytes.",
-        [
-            "rank 0 called send(dst=1) with 1 byte of float32",
-            "rank 1 called recv(src=0) with 1,200 bytes of float32",
-        ],
         SAME_BUFFER,
     ),
     "device": (
         [call(0), call(1, device="cuda")],
         "rank 0 calls all_reduce with a tensor on cpu, rank 1 with a tensor on cuda.",
-        [
-            "rank 0 called all_reduce with float32 of shape (4,)",
-            "rank 1 called all_reduce with float32 of shape (4,) on cuda",
-        ],
         SAME_DEVICE,
     ),
     "device_of_a_message": (
         [message("send", 0, 1), replace(message("recv", 1, 0), device="cuda")],
         "rank 0 sends a tensor on cpu, rank 1 receives into one on cuda.",
-        [
-            "rank 0 called send(dst=1) with 400 bytes of float32",
-            "rank 1 called recv(src=0) with 400 bytes of float32 on cuda",
-        ],
         SAME_DEVICE,
     ),
     "dtype_of_a_message": (
         [message("recv", 0, 1, 800, "float64"), message("send", 1, 0)],
         "rank 1 sends float32, rank 0 receives into a tensor of float64.",
-        [
-            "rank 0 called recv(src=1) with 800 bytes of float64",
-            "rank 1 called send(dst=0) with 400 bytes of float32",
-        ],
         SAME_BUFFER,
     ),
 }
 
 
-@pytest.mark.parametrize(
-    ("events", "fact", "lines", "hint"), MISMATCHES.values(), ids=list(MISMATCHES)
-)
-def test_a_mismatch_is_explained(events, fact, lines, hint):
+@pytest.mark.parametrize(("events", "fact", "hint"), MISMATCHES.values(), ids=list(MISMATCHES))
+def test_a_mismatch_is_explained(events, fact, hint):
     error = mismatch(iter(events)).error()
-    where = "    line 3 of worker: exchange(tensor)"
-    assert str(error).splitlines() == [fact, *lines, where, hint]
+    first, *_, last = str(error).splitlines()
+    assert (first, last) == (fact, hint)
     assert [call.rank for call in error.calls] == [event.rank for event in events]
+
+
+CALLED = {
+    "root": [
+        "rank 0 called reduce(dst=0) with float32 of shape (4,)",
+        "rank 1 called reduce(dst=1) with float32 of shape (4,)",
+    ],
+    "shape": [
+        "ranks 0 and 2 called all_reduce with float32 of shape (4,)",
+        "rank 1 called all_reduce with float32 of shape (5,)",
+    ],
+    "reduce_scatter": [
+        "rank 0 called reduce_scatter with 2 float32 tensors of shape (4,) into shape (4,)",
+        "rank 1 called reduce_scatter with float32 of shapes (4,), (5,) into shape (5,)",
+    ],
+    "split_sizes": [
+        "rank 0 called all_to_all_single(input_split_sizes=[1, 3], output_split_sizes=[1, 3]) "
+        "with float32 of shape (4, 2) into shape (4, 2)",
+        "rank 1 called all_to_all_single with float32 of shape (4, 2) into shape (4, 2)",
+    ],
+    "new_group": ["rank 0 called new_group([0, 1])", "rank 1 called new_group([0])"],
+    "bytes_of_a_message": [
+        "rank 0 called send(dst=1) with 1 byte of float32",
+        "rank 1 called recv(src=0) with 1,200 bytes of float32",
+    ],
+    "device_of_a_message": [
+        "rank 0 called send(dst=1) with 400 bytes of float32",
+        "rank 1 called recv(src=0) with 400 bytes of float32 on cuda",
+    ],
+}
+
+
+@pytest.mark.parametrize("name", CALLED)
+def test_between_its_fact_and_its_hint_a_mismatch_has_the_calls(name):
+    events, *_ = MISMATCHES[name]
+    _, *calls, where, _ = str(mismatch(events).error()).splitlines()
+    assert calls == CALLED[name]
+    assert where == "    line 3 of worker: exchange(tensor)"
 
 
 ALIKE = {
@@ -1149,7 +980,7 @@ def assert_true(fact: str, at: dict[int, RankState]) -> None:
 def test_a_random_program_is_judged_rightly():
     seen = Counter()
 
-    @settings(max_examples=2600, deadline=None, derandomize=True, database=None)
+    @settings(max_examples=1300, deadline=None, derandomize=True, database=None)
     @given(st.binary(min_size=PROGRAMS * TAPE, max_size=PROGRAMS * TAPE))
     def check(data):
         for start in range(0, len(data), TAPE):
@@ -1162,7 +993,7 @@ def test_a_random_program_is_judged_rightly():
                 raise
 
     check()
-    assert seen["programs"] >= 10_000
-    assert seen["NoneType"] >= 3_000  # they ended
-    assert seen["DeadlockError"] >= 3_000
-    assert seen["stuck while others run"] >= 2_000
+    assert seen["programs"] >= 5_000
+    assert seen["NoneType"] >= 1_500  # they ended
+    assert seen["DeadlockError"] >= 1_500
+    assert seen["stuck while others run"] >= 1_000
