@@ -7,7 +7,6 @@ import gzip
 import hashlib
 import http.server
 import os
-import pickle
 import re
 import subprocess
 import sys
@@ -41,13 +40,6 @@ def test_digits_are_the_first_of_the_original_files():
     assert counts == [1001, 1127, 991, 1032, 980, 863, 1014, 1070, 944, 978]
     counts = kit.mnist(train=False).targets.bincount().tolist()
     assert counts == [175, 234, 219, 207, 217, 179, 178, 205, 192, 194]
-
-
-def test_a_dataset_travels_to_a_rank_and_back():
-    digits = kit.mnist(train=False)
-    result = kit.run(lambda rank, world_size, d: (len(d), d[rank][1]), digits, world_size=2)
-    assert list(result) == [(2_000, 7), (2_000, 2)]
-    assert len(pickle.loads(pickle.dumps(digits))) == 2_000
 
 
 class Mirror(http.server.BaseHTTPRequestHandler):
@@ -303,20 +295,10 @@ def test_a_folder_that_cannot_exist_is_a_data_error(folder, monkeypatch):
         kit.mnist(full=True)
 
 
-@pytest.mark.parametrize("first", ["import ddp_kit", "import ddp_kit; ddp_kit.mnist()"])
-def test_torchvision_imports_after_the_kit(first):
-    code = f"{first}; import torchvision.transforms.v2, torchvision.models; print('fine')"
+def test_torchvision_imports_after_the_kit():
+    code = "import ddp_kit; ddp_kit.mnist(); import torchvision.transforms.v2, torchvision.models"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (out.stdout, out.stderr) == ("fine\n", "")
-
-
-def test_torchvision_imports_in_a_rank():
-    def models(rank, world_size):
-        import torchvision
-
-        return torchvision.models.resnet18().fc.out_features
-
-    assert list(kit.run(models, world_size=2)) == [1000, 1000]
+    assert (out.returncode, out.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("wrong", [{"train": "test"}, {"full": 1}])

@@ -15,7 +15,6 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-import threading
 import time
 
 import numpy
@@ -28,7 +27,7 @@ from processes import BOUND
 import ddp_kit as kit
 from ddp_kit.lessons import torchrun as lesson
 from ddp_kit.lessons.init_methods import free_ports
-from ddp_kit.pool import ranks, view
+from ddp_kit.pool import view
 
 pytestmark = pytest.mark.usefixtures("forked_torchrun")
 torchrun = functools.partial(kit.torchrun, nproc_per_node=2)
@@ -297,38 +296,13 @@ def test_what_a_rank_on_another_host_raises_is_reported_here():
 
 
 @pytest.mark.usefixtures("beside_the_notebook")
-def test_a_deadlock_with_a_rank_on_another_host_is_reported():
+def test_how_a_worker_ends_on_another_host_is_reported():
     def worker(rank, world_size):
-        dist.recv(torch.zeros(1), 1 - rank)
+        return sys.exit(3) if rank == 1 else "fine"
 
-    words = "rank 0 waits for rank 1, rank 1"
-    with OtherHost(), pytest.raises(kit.DeadlockError, match=words) as caught:
+    with OtherHost(), pytest.raises(kit.RankError) as caught:
         on_two_hosts(worker)
-    sources = [wait.where.source for wait in caught.value.waits]
-    assert sources == ["dist.recv(torch.zeros(1), 1 - rank)"] * 2
-
-
-@pytest.mark.usefixtures("beside_the_notebook")
-@pytest.mark.parametrize(
-    ("ends", "failed"),
-    [
-        (lambda: sys.exit(3), "SystemExit: 3"),
-        # These two are told as on this host.
-        pytest.param(threading.Lock, "TypeError: the worker returned", marks=pytest.mark.long),
-        pytest.param(lambda: sys.exit(0), None, marks=pytest.mark.long),
-    ],
-)
-def test_how_a_worker_ends_on_another_host_is_reported(ends, failed):
-    def worker(rank, world_size):
-        return ends() if rank == 1 else "fine"
-
-    with OtherHost():
-        if failed is None:
-            assert list(on_two_hosts(worker)) == ["fine", None]
-            return
-        with pytest.raises(kit.RankError) as caught:
-            on_two_hosts(worker)
-    assert str(caught.value.failures[1]).startswith(failed)
+    assert str(caught.value.failures[1]).startswith("SystemExit: 3")
 
 
 @pytest.mark.usefixtures("beside_the_notebook")
@@ -378,7 +352,6 @@ def test_a_host_without_a_free_port_asks_for_one(monkeypatch):
     [
         ({"nproc_per_node": 0}, "nproc_per_node must be a whole number of at least 1, got 0"),
         ({"nnodes": "1:2"}, "nnodes must be a whole number of at least 1, got '1:2'"),
-        ({"nnodes": True}, "nnodes must be a whole number of at least 1, got True"),
         ({"timeout": 0}, "timeout must be a positive number of seconds or None, got 0"),
         ({"join_timeout": None}, "join_timeout must be a positive number of seconds, got None"),
         ({"master_port": 29500}, "one host needs no master_addr= and master_port="),
@@ -388,7 +361,6 @@ def test_a_host_without_a_free_port_asks_for_one(monkeypatch):
         ({"worker": "no_such_module"}, "there is no module 'no_such_module'; name a module"),
         ({"worker": "missing.py"}, "there is no file 'missing.py'; name a module or a file"),
         ({"worker": len}, "cannot be called as len(rank, world_size)"),
-        ({"worker": len}, "nproc_per_node= sets the number of ranks"),
     ],
 )
 def test_an_impossible_argument_is_refused_before_anything_starts(given, message):
@@ -412,12 +384,3 @@ def test_ranks_that_never_came_are_reported(capsys):
     with pytest.raises(kit.PoolError, match="torchrun did not start 1 ranks"):
         kit.torchrun(print, nproc_per_node=1, join_timeout=0.01)
     assert capsys.readouterr().out == ""
-
-
-def test_an_interrupt_before_the_ranks_are_asked_for_anything_is_raised(monkeypatch):
-    def interrupted(*_args):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(ranks, "JoinGroup", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        kit.torchrun(lesson.my_place, nproc_per_node=1)
