@@ -82,7 +82,7 @@ ONLY_ALL := tests/browser tests/cluster tests/faults tests/lessons tests/project
     $(addprefix tests/course/, test_grading.py test_copy.py) \
     $(addprefix tests/, test_backend_pools.py test_controls.py test_debugger.py test_hosting.py \
         test_mpi.py test_shm.py test_status.py test_torch_internals.py test_torchrun.py \
-        test_training_run.py test_warm_start.py)
+        test_warm_start.py)
 
 test: style $(if $(ALL),$(VENV)-graders/.installed)  ## check style, types, tests and every lesson; ALL=1: as CI does; TORCH=2.x.y: with that PyTorch
 	@$(BIN)/python -m compileall -q ddp_kit  # else each rank does, if Python writes no bytecode

@@ -137,13 +137,6 @@ def all_reduce_of_complex_numbers(group):
 
 
 @compared
-def all_reduce_of_many_numbers(group):
-    tensor = random(300_000)
-    dist.all_reduce(tensor, group=group)
-    return [tensor]
-
-
-@compared
 def all_reduce_coalesced(group):
     tensors = [random(3), random(2, 2), random(0)]
     dist.all_reduce_coalesced(tensors, group=group)
@@ -403,20 +396,6 @@ def a_message_to_its_own_rank(group):
 
 
 @own
-def any_source(group):
-    if group.rank():
-        dist.send(torch.tensor([10.0 * group.rank()]), 0, group=group, tag=5)
-        return
-    sources = set()
-    for _ in range(group.size() - 1):
-        tensor = torch.empty(1)
-        source = dist.recv(tensor, group=group, tag=5)
-        assert tensor.item() == 10.0 * source
-        sources.add(source)
-    assert sources == set(range(1, group.size()))
-
-
-@own
 def any_source_of_irecv(group):
     if group.rank():
         dist.send(torch.tensor([10.0 * group.rank()]), 0, group=group)
@@ -536,13 +515,6 @@ def small_floats_are_rounded_once(group):
 
 
 @own
-def a_stack_of_all_tensors(group):
-    stacked = torch.empty(group.size(), 2)
-    dist.all_gather_into_tensor(stacked, torch.full((2,), float(group.rank())), group=group)
-    same([stacked], [torch.arange(float(group.size())).unsqueeze(1).expand(-1, 2)])
-
-
-@own
 def a_leaf_that_requires_grad(group):
     for dtype in (torch.float32, torch.bfloat16):  # the second is copied, and rounded at the end
         parameter = torch.nn.Parameter(torch.ones(2, 2, dtype=dtype))
@@ -557,17 +529,6 @@ def a_future_completes_without_a_wait(group):
     future = dist.all_reduce(tensor, group=group, async_op=True).get_future()
     doubled = future.then(lambda done: done.value()[0] * 2)
     same([doubled.wait()], [torch.full((2,), 2.0 * group.size())])
-
-
-@own
-def a_callback_starts_another_operation(group):
-    tensor = torch.ones(2)
-    work = dist.all_reduce(tensor, group=group, async_op=True)
-    second = work.get_future().then(
-        lambda _: dist.all_reduce(tensor, group=group, async_op=True).get_future()
-    )
-    second.wait().wait()
-    same([tensor], [torch.full((2,), float(group.size() ** 2))])
 
 
 @own
@@ -719,17 +680,6 @@ def sub_groups(group):
 
 
 @own
-def a_group_that_only_its_members_make(group):
-    rank, size = dist.get_rank(), dist.get_world_size()
-    low, high = list(range((size + 1) // 2)), list(range((size + 1) // 2, size))
-    mine = low if rank in low else high
-    made = dist.new_group(mine, use_local_synchronization=True, backend=dist.get_backend())
-    tensor = torch.tensor([1])
-    dist.all_reduce(tensor, group=made)
-    assert tensor.item() == len(mine)
-
-
-@own
 def a_group_in_an_order_of_its_own(group):
     size = dist.get_world_size()
     turned = dist.new_group(
@@ -849,19 +799,9 @@ def trained(group: Group, hook: Callable | None = None, **options) -> list[torch
     return [parameter.grad.clone() for parameter in net.parameters()] + state
 
 
-def averaging(group, bucket):  # DDP reads annotations, and they would be strings here
-    work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
-    return work.get_future().then(lambda done: done.value()[0].div_(group.size()))
-
-
 @compared
 def ddp(group):
     return trained(group)
-
-
-@compared
-def ddp_with_a_hook(group):
-    return trained(group, averaging)
 
 
 @compared

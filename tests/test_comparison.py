@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from nbval.plugin import get_sanitize_patterns
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -480,10 +479,6 @@ def test_nothing_that_was_passed_is_changed():
 # --- real ranks ----------------------------------------------------------------------------
 
 BATCH = 32
-OPTIMIZERS = {
-    "SGD": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
-    "Adam": lambda p: torch.optim.Adam(p, lr=1e-3),
-}
 
 
 def small(seed=5):
@@ -495,78 +490,27 @@ def batch():
     return random(BATCH, 10, seed=3), random(BATCH, 8, seed=4)
 
 
-def train(model, optimizer, x, y, steps=1, after_backward=lambda: None):
+def train(model, steps, x, y):
+    """Train, and return gradients, parameters and the optimizer's state."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     for _ in range(steps):
         optimizer.zero_grad()
         nn.functional.mse_loss(model(x), y).backward()
-        after_backward()
         optimizer.step()
-
-
-def state(model, optimizer):
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    return {
-        "gradients": gradients,
-        "model": model.state_dict(),
-        "optimizer": optimizer.state_dict()["state"],
-    }
+    states = optimizer.state_dict()["state"]
+    return {"gradients": gradients, "model": model.state_dict(), "optimizer": states}
 
 
-def alone(optimizer="SGD", steps=1):
-    model = small()
-    optimizer = OPTIMIZERS[optimizer](model.parameters())
-    train(model, optimizer, *batch(), steps)
-    return state(model, optimizer)
+def with_ddp(rank, world_size, steps):
+    mine = [tensor.chunk(world_size)[rank] for tensor in batch()]
+    return train(DistributedDataParallel(small()), steps, *mine)
 
 
-def with_ddp(rank, world_size, optimizer, steps):
-    model = small(seed=rank)  # DDP copies rank 0's
-    model.load_state_dict(small().state_dict())
-    wrapped = DistributedDataParallel(model)
-    optimizer = OPTIMIZERS[optimizer](wrapped.parameters())
-    train(wrapped, optimizer, *(t.chunk(world_size)[rank] for t in batch()), steps)
-    return {**state(model, optimizer), "model": wrapped.state_dict()}
-
-
-def by_hand(rank, world_size, optimizer, mistake):
-    """Train one step on this rank's part of the batch, with a mistake."""
-    model = small()
-    optimizer = OPTIMIZERS[optimizer](model.parameters())
-
-    def reduce():
-        for parameter in model.parameters():
-            if mistake != "not reduced":
-                dist.all_reduce(parameter.grad)
-            if mistake not in ("summed", "not reduced"):
-                parameter.grad /= world_size
-            if mistake == "averaged twice":
-                parameter.grad /= world_size
-
-    train(model, optimizer, *(t.chunk(world_size)[rank] for t in batch()), 1, reduce)
-    if mistake == "drift" and rank == 2:
-        optimizer.step()
-    return state(model, optimizer)
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("steps", [1, 20])
-def test_ddp_on_four_ranks_trains_the_model_of_one_process(optimizer, steps):
-    found = kit.compare(
-        kit.run(with_ddp, optimizer, steps, backend="gloo"), alone(optimizer, steps)
-    )
+def test_ddp_on_four_ranks_trains_the_model_of_one_process():
+    found = kit.compare(kit.run(with_ddp, 20, backend="gloo"), train(small(), 20, *batch()))
     assert found, found
     assert 0 < found.max_error < found.tolerance
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("mistake", [None, "summed", "averaged twice", "not reduced", "drift"])
-def test_each_usual_mistake_of_real_ranks_is_recognized(optimizer, mistake):
-    found = kit.compare(kit.run(by_hand, optimizer, mistake, backend="gloo"), alone(optimizer))
-    assert found.cause == mistake, found
-    assert found.equal == (mistake is None)
-    if mistake == "drift":
-        assert found.rank == 2
-        assert found.name.startswith("model.")
 
 
 def test_a_dtensor_is_refused_where_it_lies_and_gathered_is_right():

@@ -212,6 +212,7 @@ def test_an_error_is_reported_in_the_line_and_the_picture_stays(front):
     assert front.kernel.value("drawn") == "[1, 1]"
 
 
+@pytest.mark.usefixtures("forked_spawn")
 @pytest.mark.parametrize(
     "subshell",
     [pytest.param(False, marks=pytest.mark.long, id="main"), pytest.param(True, id="subshell")],
@@ -369,14 +370,8 @@ def test_controls_outside_a_notebook_are_refused():
     ("explore", "message"),
     [
         (lambda: collectives.explore("sum"), "collective must be one of broadcast, scatter,"),
-        (lambda: collectives.explore(op="ADD"), "op must be one of SUM, PRODUCT, MAX, MIN, AVG"),
         (lambda: collectives.explore(root=4), "root must be one of 0, 1, 2, 3, got 4"),
         (lambda: collectives.explore(world_size=0), "world_size must be at least 1, got 0"),
-        (
-            lambda: ring_allreduce.explore(9),
-            "world_size must be one of 1, 2, 3, 4, 5, 6, 7, 8, ",
-        ),
-        (lambda: ddp.explore(0), "bucket_cap_mb must be a positive number, got 0"),
         (lambda: ddp.explore(world_size="2"), "world_size must be a whole number such as 4"),
         (lambda: partitioned_sgd.explore(lr=float("nan")), "lr must be a positive number, got nan"),
     ],
@@ -392,9 +387,3 @@ def test_a_value_that_the_menu_lacks_can_be_chosen():
     view = partitioned_sgd.explore(world_size=2, lr=0.02)
     assert repr(view).startswith("The first steps of 2 ranks with learning rate 0.02\n")
     assert view.choices(view.settings)["lr"] == [0.003, 0.01, 0.02, 0.03, 0.1, 0.3]
-
-
-@pytest.mark.usefixtures("forked_ranks")
-def test_a_larger_cap_makes_fewer_buckets():
-    small, large = ddp.explore(1), ddp.explore(25)
-    assert [repr(view).count("\nbucket ") for view in (small, large)] == [4, 1]

@@ -380,33 +380,20 @@ def notebook(shared):
 
 
 def test_commands_are_asked_for_and_answered_as_by_pdb(notebook):
-    place = f"Cell In[{notebook.cell}]"
     cell = notebook.send("%ranks debug 3")
-    replies = ["p total * 2", "p nothing", "up", "args", "step", "list", "q"]
-    for reply in replies:
+    for reply in ["p nothing", "up", "step", "q"]:
         assert cell.asked() == "(rank 3) "
         notebook.client.input(reply)
     cell.finish()
-    assert cell.error is None
-    assert cell.stderr == ""
+    assert (cell.error, cell.stderr) == (None, "")
+    place = f"> Cell In[{notebook.cell}]"
     assert cell.stdout.splitlines() == [
-        f"> {place}, line 4, in share",
+        f"{place}, line 4, in share",
         "-> return total / parts",
-        "tensor([ 6., 12.])",
         "*** NameError: name 'nothing' is not defined",
-        f"> {place}, line 9, in worker",
+        f"{place}, line 9, in worker",
         "-> share(weights, [])",
-        "rank = 3",
-        "world_size = 4",
-        "weights = tensor([3., 6.])",
         "*** unavailable, because the rank has gone on; help lists the commands",
-        "  4  \t    return total / parts",
-        "  5  \t",
-        "  6  \tdef worker(rank, world_size):",
-        "  7  \t    weights = torch.tensor([1.0, 2.0]) * rank",
-        "  8  \t    if rank % 2:",
-        "  9  ->\t        share(weights, [])",
-        "[EOF]",
     ]
 
 

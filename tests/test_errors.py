@@ -123,16 +123,6 @@ def test_equal_waits_are_merged_and_in_rank_order():
     ]
 
 
-def test_ranks_that_wait_at_one_line_share_it():
-    waits = [Wait(0, "send(dst=1)", RECV), Wait(1, "send(dst=0)", RECV), Wait(2, "barrier")]
-    assert TextFormatter().waits(waits) == [
-        "rank 0 was waiting in send(dst=1)",
-        "rank 1 was waiting in send(dst=0)",
-        "    line 5 of worker: dist.recv(t, src=1)",
-        "rank 2 was waiting in barrier",
-    ]
-
-
 def test_a_timeout_names_who_had_not_returned_and_what_to_do():
     waiting = kit.RunTimeoutError(2.5, [Wait(3, "recv(src=1)", RECV), Wait(1, "send(dst=0)")])
     assert waiting.unfinished == (1, 3)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 from dataclasses import replace
 
 import numpy as np
@@ -13,7 +11,6 @@ import traces
 
 import ddp_kit as kit
 from ddp_kit.notebook.timeline import NEVER, UNKNOWN, pack
-from ddp_kit.trace import Trace
 
 MS = traces.MS
 COLUMNS = [("start", "<f8"), ("waited", "<f4"), ("end", "<f4"), ("partner", "<i4"), ("call", "<u4")]
@@ -106,18 +103,6 @@ def test_ranks_that_called_different_collectives_are_noted():
     assert pack(script.trace(), {})["notes"] == {"0": "The ranks called different collectives."}
 
 
-def test_a_long_loop_has_few_calls_and_24_bytes_an_event():
-    state = pack(traces.mixed(4, 500), {})
-    assert len(state["rows"]) == 24 * 6000
-    assert len(state["calls"]) == 9  # a send and a recv of each rank, and the all_reduce
-
-
-def test_no_event_at_all():
-    state = pack(Trace(2, spans=((5, 9), (7, 8))), {})
-    assert [(lane["begin"], lane["end"]) for lane in state["lanes"]] == [(0, 4), (2, 3)]
-    assert state["rows"] == b""
-
-
 def test_hosts_say_how_wrong_their_clocks_may_be():
     state = pack(traces.pipeline(2), {})
     assert [lane["clock"] for lane in state["lanes"]] == [0, 0]
@@ -129,12 +114,3 @@ def test_interact_outside_a_notebook_is_refused():
     picture = kit.plot.timeline(traces.pipeline(2))
     with pytest.raises(kit.PlotError, match=r"needs a notebook: call interact\(\) in a cell$"):
         picture.interact()
-
-
-def test_a_still_timeline_loads_no_widgets():
-    code = (
-        "import sys, ddp_kit.plot; "
-        "print(sorted({'anywidget', 'ipywidgets', 'IPython'} & set(sys.modules)))"
-    )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert out.stdout == "[]\n"

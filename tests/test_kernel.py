@@ -313,14 +313,6 @@ def test_a_function_of_an_earlier_cell_fails_in_that_cell(shared):
     assert f"Cell In[{number}], line 3, in worker\n    return 1 / 0" in cell.rendered
 
 
-def test_bad_input_in_a_cell_is_refused_in_one_sentence(shared):
-    cell = shared.raises("kit.run(pid, world_size=0)")
-    assert cell.rendered == "PoolError: world_size must be at least 1, got 0"
-    assert cell.error["ename"] == "PoolError"
-    assert cell.error["evalue"] == "world_size must be at least 1, got 0"
-    assert cell.stderr == ""
-
-
 # --- what a run shows ----------------------------------------------------------------------
 
 
@@ -347,21 +339,6 @@ def test_pictures_are_loaded_while_ranks_run(shared, tmp_path):
 def test_what_ranks_write_outside_python_appears_in_the_ranks_block(shared):
     cell = shared.run("kit.run(lambda r, w: os.system('echo shell; echo error >&2'), world_size=2)")
     assert cell.stdout == "".join(f"[rank {r}] shell\n[rank {r}] error\n" for r in range(2))
-
-
-def test_a_picture_is_one_output_with_its_numbers_as_text(shared):
-    shared.run(
-        "def stages(rank, world_size):\n"
-        "    tensor = torch.tensor([10 ** rank])\n"
-        "    before = tensor.clone()\n"
-        "    dist.all_reduce(tensor)\n"
-        "    return {'before': before, 'after': tensor}\n"
-        "result = kit.run(stages, world_size=2)"
-    )
-    cell = shared.run("kit.plot.tensors(result)")
-    outputs = cell.contents("execute_result", "display_data", "stream")
-    assert [set(output["data"]) for output in outputs] == [{"image/png", "text/plain"}]
-    assert "11" in outputs[0]["data"]["text/plain"]
 
 
 def still_picture_in_html(output: dict) -> bool:

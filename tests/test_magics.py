@@ -233,27 +233,19 @@ WRONG = [
         "PoolError",
         "line 2 of the cell: SyntaxError: invalid syntax\n    x = = 3",
     ),
-    (
-        "%%ranks\n\n\nreturn 3",
-        "PoolError",
-        "line 4 of the cell: SyntaxError: 'return' outside function\n    return 3",
-    ),
     ("%%ranks\n('a'\n    % (1 2))", "PoolError", "SyntaxError: invalid syntax. Perhaps you forgot"),
     ("%%ranks\nx = '\0'", "PoolError", "null bytes"),
     ("%%ranks --n 2\nrank", "PoolError", "unrecognized arguments: --n"),
     ("%%ranks -n 0\nrank", "PoolError", "world_size must be at least 1, got 0"),
     ("%%ranks --only 4\nrank", "PoolError", "ranks below 4"),
-    ("%%ranks --onl 1\nrank", "PoolError", "unrecognized arguments: --onl"),
     ("%%ranks --timeout -1\nrank", "PoolError", "positive number of seconds"),
     ("%%ranks --backend none\nrank", "BackendError", "none"),
     ("%%ranks\n%timeit 3", "PoolError", "'%timeit' is for the notebook"),
-    ("%%ranks\ntorch.ones?", "PoolError", "'torch.ones?' is for the notebook"),
     ("%ranks fetch x", "PoolError", "use pull NAME, push NAME, reset or debug RANK"),
     ("%ranks pull", "PoolError", "needs names"),
     ("%ranks pull nothing", "PoolError", "no 'nothing' on ranks 0, 1, 2 and 3"),
     ("%ranks push nothing", "PoolError", "the notebook has no 'nothing'"),
     ("%ranks push kept unsendable", "PoolError", "unsendable['out'] cannot be sent"),
-    ("%ranks pull kept --only 0 1", "PoolError", "got '0 1'"),
 ]
 
 
@@ -354,8 +346,6 @@ def test_a_list_that_pull_has_made_is_pushed_with_a_line(notebook):
     [
         ("dist = 5\ndist.barrier()", "dist is a variable of type int here: give that another name"),
         ("import asyncio\nawait asyncio.sleep(0)", "pass its call to asyncio.run()."),
-        ("return rank", "A %%ranks cell is no function"),
-        ("breakpoint()", "To look at variables in a notebook, raise an error at this line"),
         ("def f():\n    print(rank)\n    rank = 1\nf()", "rank is a local variable, because"),
     ],
 )

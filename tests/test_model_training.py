@@ -77,7 +77,6 @@ def test_memory_is_that_of_the_table_of_zero(zero, gigabytes):
         ({"tp": 1}, lambda t, scores: 34 + scores),
         ({"tp": 8}, lambda t, scores: 10 + 24 / t + scores / t),
         ({"tp": 8, "sequence_parallel": True}, lambda t, scores: 34 / t + scores / t),
-        ({"tp": 8, "recompute": "attention"}, lambda t, scores: 10 + 24 / t),
         (
             {"tp": 8, "sequence_parallel": True, "recompute": "attention"},
             lambda t, scores: 34 / t,
@@ -370,7 +369,6 @@ TINY = Transformer(6, 8, 4, 12, 16, kv_heads=2)
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: Transformer(0, 8, 4, 12, 16), "layers must be a whole number of at least 1"),
         (lambda: Transformer(1, 8, 3, 12, 16), "width must be a multiple of heads=3, got 8"),
         (
             lambda: Transformer(1, 8, 4, 12, 16, kv_heads=3),
@@ -381,11 +379,8 @@ TINY = Transformer(6, 8, 4, 12, 16, kv_heads=2)
             lambda: Plan(recompute="all"),
             "recompute must be 'none', 'attention', 'selective' or 'full', got 'all'",
         ),
-        (lambda: Accelerator(1, 0, 1), "flops must be more than 0"),
         (lambda: Accelerator(1, 1, 1, 1.5), "efficiency must be at most 1, got 1.5"),
         (lambda: model.memory(TINY, Plan(tp=3)), "tp=3 does not divide heads=4"),
-        (lambda: model.memory(TINY, Plan(tp=4)), "tp=4 does not divide kv_heads=2"),
-        (lambda: model.memory(TINY, Plan(cp=3)), "cp=3 does not divide context=16"),
         (lambda: model.stages(6, 5), "6 layers cannot be cut into pp=5 equal stages"),
         (
             lambda: model.memory(TINY, Plan(pp=2, chunks=2, micro_batches=2)),
@@ -396,7 +391,6 @@ TINY = Transformer(6, 8, 4, 12, 16, kv_heads=2)
             "with chunks=3, micro_batches must be a multiple of pp=2, got 3",
         ),
         (lambda: model.memory(TINY, Plan(zero=1)), "ZeRO needs several ranks that hold the same"),
-        (lambda: model.memory(TINY, Plan(pp=2), stage=2), "stage must be from 0 to 1, got 2"),
         (
             lambda: model.plans(TINY, costs(FREE), 12, 1),
             "gpus must be a multiple of per_host=8, got 12",

@@ -177,6 +177,7 @@ def test_unused_ranks_stay_in_a_script_and_during_a_run(monkeypatch):
         assert len(pool._processes.ranks) == 2
 
 
+@pytest.mark.usefixtures("forked_spawn")
 def test_in_a_notebook_unused_ranks_end_between_two_cells_unless_they_hold_names(kernel):
     kernel.run("%load_ext ddp_kit\nkit.pool.pool.UNUSED = 1.0")
     kernel.run("%%ranks -n 2\nkept = rank")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import time
 from collections import Counter
 from dataclasses import replace
@@ -16,7 +15,7 @@ from traces import MS, Script
 import ddp_kit as kit
 from ddp_kit.error_text import Frame
 from ddp_kit.trace import Trace
-from ddp_kit.trace.training_steps import BUCKET, _runs, training_steps
+from ddp_kit.trace.training_steps import BUCKET, training_steps
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 LAYERS = (4096, 64, 4096, 64, 640, 40)  # bytes of gradients
@@ -92,13 +91,6 @@ def test_steps_follow_each_other_without_a_gap():
     assert steps[-1].end == trace.events[17].end
 
 
-def test_layers_of_equal_shape_are_no_steps():
-    script = Script(2)
-    for _ in range(4):
-        average(script, [640, *[4096, 640] * 10, 128])
-    assert counts(script.trace()) == [22] * 4
-
-
 @pytest.mark.parametrize("every", [1, 7, 10, 20])
 def test_the_loss_may_be_averaged_now_and_then(every):
     script = Script(2)
@@ -162,19 +154,6 @@ def test_a_rank_that_calls_nothing_does_not_matter():
     assert [len(found[rank]) for rank in range(3)] == [4, 4, 0]
 
 
-@pytest.mark.parametrize("shortest", [1, 2])  # periods
-def test_runs_are_where_a_plain_search_finds_them(shortest):
-    numbers = random.Random(0)
-    for _ in range(300):
-        text = "".join(numbers.choices("ab", k=numbers.randrange(40)))
-        for period in range(1, len(text)):
-            equal = [text[i] == text[i + period] for i in range(len(text) - period)]
-            begins = [i for i, same in enumerate(equal) if same and not (i and equal[i - 1])]
-            least = shortest * period
-            plain = [i for i in begins if equal[i : i + least] == [True] * least]
-            assert list(_runs(text, period, least)) == plain
-
-
 # --- DDP -----------------------------------------------------------------------------------
 
 
@@ -234,14 +213,6 @@ def test_of_a_trace_without_its_oldest_events_the_last_steps_are_left():
     assert [len(steps) for steps in found.values()] == [3, 3]
     for steps in found.values():
         assert [step.events[0].index for step in steps] == [10, 13, 16]
-
-
-def test_a_hook_that_waits_for_every_bucket_is_understood():
-    script = Script(2)
-    for _ in range(5):
-        for nbytes in (4000, 4000, 800):
-            call(script, 9, nbytes, "DDP all_reduce")
-    assert counts(script.trace()) == [3] * 5
 
 
 # --- real runs -----------------------------------------------------------------------------

@@ -36,8 +36,6 @@ FEW = 4  # ranks that share the GPUs, because a lesson proves little on one or t
 REFUSED = re.compile(r"gloo cannot .* on a GPU")
 LAST = 12  # lines to record of what a check that failed has said
 FAREWELL = 40.0  # seconds to leave after SIGTERM; torchrun gives its ranks 30
-# What gloo of an older PyTorch cannot do, by lesson: the first PyTorch that can.
-NEEDS = {"backends": (2, 12), "collectives": (2, 12), "pipeline_parallel": (2, 12)}
 
 
 @dataclass(frozen=True)
@@ -121,9 +119,7 @@ def lessons() -> list[str]:
     return sorted(path.stem for path in (ROOT / "ddp_kit" / "lessons").glob("[!_]*.py"))
 
 
-def checks(
-    gpus: int, nccl: bool, torch_version: tuple[int, ...] = (2, 13)
-) -> tuple[list[Check], list[str]]:
+def checks(gpus: int, nccl: bool) -> tuple[list[Check], list[str]]:
     """Return what is to be run on so many GPUs, and a line for what is not run, with the reason.
 
     gpus: 0 to try the checks on the CPU, with gloo.
@@ -165,10 +161,6 @@ def checks(
     left_out = []
     for name in lessons():
         for backend, ranks in choices:
-            if backend.endswith("gloo") and torch_version < NEEDS.get(name, ()):
-                wanted = ".".join(map(str, NEEDS[name]))
-                left_out.append(f"{name}, {backend}: its gloo must be that of PyTorch {wanted}.")
-                continue
             options = ["--backend", backend, "--world-size", str(ranks)]
             command = sys.executable, "-m", f"ddp_kit.lessons.{name}", *options
             title = f"{name}, {backend} on {_ranks(ranks)}"
@@ -316,8 +308,7 @@ def main() -> int:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         if options.record == RECORD:
             parser.error("--on-cpu needs a --record of its own: GPU.md is of runs on a GPU")
-    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    found, left_out = checks(gpus, dist.is_nccl_available(), version)
+    found, left_out = checks(gpus, dist.is_nccl_available())
     found = [check for check in found if re.search(options.only, check.title)]
     done = run_all(machine(), found, left_out, options.record, options.limit)
     return 0 if all(outcome.passed for outcome in done) else 1

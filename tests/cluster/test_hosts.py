@@ -7,8 +7,7 @@ import sys
 from pathlib import Path
 
 import psutil
-import pytest
-from hosts import sweep, two_hosts
+from hosts import sweep
 from processes import assert_gone
 
 LEFT = """
@@ -35,10 +34,3 @@ def test_the_hosts_of_a_killed_run_are_swept_and_those_of_a_living_one_are_not(h
     assert f"ddp_kit-{run.pid}-" not in namespaces()
     assert_gone([sleeping], "the sweep")
     assert all(host.name in namespaces() for host in hosts)  # this run is alive
-
-
-@pytest.mark.usefixtures("_allowed")
-def test_an_interrupt_removes_the_hosts():
-    with pytest.raises(KeyboardInterrupt), two_hosts() as made:
-        raise KeyboardInterrupt
-    assert not any(host.name in namespaces() for host in made)

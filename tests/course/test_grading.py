@@ -208,9 +208,3 @@ def test_a_teacher_learns_that_the_tool_is_missing(
             f"\n{package} is not installed where the kit is. To install it: pip install {package}\n"
         )
         assert (out.endswith(sentence), "not installed" in out, err) == (not found, not found, "")
-
-
-@pytest.mark.parametrize("tool", ["nbgrader", "otter"])
-def test_a_folder_that_cannot_be_looked_into_is_refused_in_one_line(tool, tmp_path, capsys):
-    folder = tmp_path / ("x" * 300)
-    assert refused(capsys, tool, str(folder)) == f"{folder} cannot be used: File name too long"

@@ -50,31 +50,6 @@ def test_a_pair_of_chunks_is_whole_masked_or_left_out():
     assert list(cp.needed(mine, mine, causal=False)) == [(*both, False)]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_values_and_gradients_are_those_of_one_process(world_size):
-    ring, ulysses = cp.ring_attention, cp.ulysses
-    cases = [
-        (layout, attend, causal, length)
-        for layout, attend in ((cp.in_order, ring), (cp.zig_zag, ring), (cp.in_order, ulysses))
-        for causal in (True, False)
-        for length in (2 * world_size, 4 * world_size + 3)
-    ]
-
-    def worker(rank, world_size):
-        return [cp.rows_of(rank, world_size, *case) for case in cases]
-
-    parts = list(kit.run(worker, world_size=world_size))
-    for number, (layout, _, causal, length) in enumerate(cases):
-        shards = layout(length, world_size)
-        found = [
-            cp.put_together(rows, shards)
-            for rows in zip(*(each[number] for each in parts), strict=True)
-        ]
-        expected = cp.attend_alone(world_size, causal, length)
-        kit.compare(found, expected).check()
-        assert not kit.compare(found, cp.attend_alone(world_size, not causal, length))
-
-
 def test_gathered_keys_give_the_attention_of_one_process():
     def worker(rank, world_size, layout, causal):
         shards = layout(24, world_size)
@@ -130,64 +105,10 @@ def test_a_block_is_on_its_way_while_a_rank_computes():
         assert all(event.start < computing.start < event.waited for event in exchange)
 
 
-def test_blocks_that_travel_slowly_are_those_that_travel_fast():
-    def worker(rank, world_size):
-        shards, block = cp.in_order(world_size, world_size), torch.full((1, 1), float(rank))
-        return [
-            [(owner, held.item()) for owner, held in cp.travel(block, shards, start)]
-            for start in (cp.start_exchange, cp.slow_exchange)
-        ]
-
-    for rank, (fast, slow) in enumerate(kit.run(worker, world_size=3)):
-        assert fast == slow == [((rank - step) % 3, (rank - step) % 3) for step in range(3)]
-
-
 def test_ulysses_needs_heads_for_all_ranks():
     message = "ValueError: 3 ranks cannot share 4 heads evenly"
     with pytest.raises(kit.RankError, match=message):
         kit.run(cp.train, "Ulysses", 64, 1, world_size=3)
-
-
-def test_the_gradient_of_all_to_all_is_that_of_pytorchs():
-    def worker(rank, world_size):
-        import torch.distributed.nn.functional as theirs
-
-        going = [rank, 2, 1]
-        coming = [[0, 1, 2], [2, 2, 2], [1, 1, 1]][rank]
-        rows = torch.arange(2.0 * sum(going)).view(-1, 2) + 10 * rank
-        found = []
-        for call in (
-            lambda x: cp.AllToAll.apply(x, going, coming),
-            lambda x: theirs.all_to_all_single(
-                torch.empty(sum(coming), 2), x, coming, going, group=dist.group.WORLD
-            ),
-        ):
-            mine = rows.clone().requires_grad_()
-            arrived = call(mine)
-            (arrived * torch.arange(1.0, 1 + arrived.numel()).view(-1, 2)).sum().backward()
-            found.append((arrived.detach(), mine.grad))
-        return found
-
-    with kit.WorkerPool(3) as pool:  # PyTorch's module keeps the group alive
-        for ours, theirs in pool.run(worker):
-            assert all(map(torch.equal, ours, theirs))
-
-
-def test_a_rank_keeps_its_share_of_the_activations_and_no_scores():
-    def kept(layout, attend, length, n):
-        result = kit.run(cp.watch_memory, layout, attend, length, world_size=n)
-        return [rank["attention"] for rank in result]
-
-    ring = cp.ring_attention
-    (alone,) = kept(cp.in_order, ring, 64, 1)
-    for way in ((cp.in_order, ring), (cp.zig_zag, ring), (cp.in_order, cp.ulysses)):
-        assert kept(*way, 64, 4) == [pytest.approx(alone / 4, rel=0.01)] * 4, way
-        assert kept(*way, 128, 4) == [pytest.approx(alone / 2, rel=0.01)] * 4, way
-    (short,), (long,) = (kept(cp.in_order, cp.all_scores, length, 1) for length in (64, 256))
-    matrices = 2 * 4 * 4  # of float32, for 4 heads in 2 layers
-    assert short - matrices * 64**2 > 0
-    assert long > 4 * short
-    assert long - short >= matrices * (256**2 - 64**2)
 
 
 def test_attention_in_blocks_does_not_overflow():

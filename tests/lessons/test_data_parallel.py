@@ -6,20 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import ddp_kit as kit
 from ddp_kit.lessons import data_parallel
-from ddp_kit.lessons._digits import first_digits, flat
-
-WORLD_SIZES = (1, 2, 3, 4)
-
-
-@pytest.mark.parametrize("count", [30, 5, 6])
-@pytest.mark.parametrize("devices", WORLD_SIZES)
-def test_virtual_devices_train_as_one_process_does(devices, count):
-    plain = data_parallel.train(count=count)
-    parallel = data_parallel.train(data_parallel.virtual(devices), count=count)
-    torch.testing.assert_close(parallel, plain, atol=1e-6, rtol=0)
-    assert plain["gradient"].abs().max() > 1e-3
+from ddp_kit.lessons._digits import first_digits
 
 
 @pytest.mark.parametrize(
@@ -85,41 +73,6 @@ def test_buffers_remember_the_shard_of_device_0_only():
     assert model[0].num_batches_tracked.item() == 1
 
 
-@pytest.mark.parametrize(("world_size", "count"), [(3, 30), (4, 30), (4, 5)])
-def test_plain_mean_is_wrong_and_weighted_mean_right_for_unequal_shards(world_size, count):
-    whole = data_parallel.train(steps=1, count=count)["gradient"]
-    mean = kit.run(data_parallel.rank_gradient, False, count, world_size=world_size)
-    weighted = kit.run(data_parallel.rank_gradient, True, count, world_size=world_size)
-    equal = count % world_size == 0
-    for rank in range(world_size):
-        torch.testing.assert_close(weighted[rank], whole, atol=1e-6, rtol=0)
-        difference = (mean[rank] - whole).abs().max()
-        assert difference < 1e-6 if equal else difference > 1e-3
-
-
-def test_the_wrapper_and_the_eight_steps_leave_the_same_gradient():
-    images, labels = first_digits(30)
-    places = data_parallel.virtual(4)
-    (wrapped, _), (stepped, optimizer) = data_parallel.start(), data_parallel.start()
-    output = data_parallel.ByHand(wrapped, places)(images)
-    F.nll_loss(output, labels).backward()
-    for _ in data_parallel.eight_steps(stepped, optimizer, images, labels, places):
-        pass
-    for one, other in zip(wrapped.parameters(), stepped.parameters(), strict=True):
-        assert torch.equal(one.grad, other.grad)
-        assert one.grad.abs().max() > 0
-
-
-def test_steps_are_timed_and_the_first_ones_left_out():
-    images, labels = first_digits(8)
-    model, _ = data_parallel.start()
-    steps = []
-    model.register_forward_hook(lambda *_: steps.append(1))
-    seconds = data_parallel.seconds_a_step({"one": model}, images, labels, rounds=2)["one"]
-    assert (len(seconds), len(steps)) == (2, 5)
-    assert min(seconds) > 0
-
-
 def test_models_that_are_timed_take_turns():
     images, labels = first_digits(8)
     turns = []
@@ -157,30 +110,3 @@ def test_the_replica_of_the_first_gpu_shares_the_memory_of_the_model():
         assert getattr(first.get_submodule(module), leaf).data_ptr() == parameter.data_ptr()
         for other in others:
             assert getattr(other.get_submodule(module), leaf).device != parameter.device
-
-
-@pytest.mark.skipif(
-    torch.cuda.device_count() < 2,
-    reason="torch.nn.parallel moves tensors between GPUs, and there are no two here",
-)
-def test_gpus_train_by_hand_as_virtual_devices_and_dataparallel_do():
-    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
-        for count in range(2, min(4, torch.cuda.device_count()) + 1):
-            places = data_parallel.devices(count)
-            assert data_parallel.are_real(places)
-            real = data_parallel.train(places)
-            emulated = data_parallel.train(data_parallel.virtual(count))
-            torch.testing.assert_close(real, emulated, atol=1e-5, rtol=0)
-            assert data_parallel.held_by_net(places) == data_parallel.held_by_net(
-                data_parallel.virtual(count)
-            )
-            model, optimizer = data_parallel.start(places[0])
-            whole = torch.nn.DataParallel(model, device_ids=places)
-            batches = zip(*(part.split(30) for part in first_digits(90)), strict=True)
-            for images, labels in batches:
-                optimizer.zero_grad()
-                output = whole(images.to(places[0]))
-                F.nll_loss(output, labels.to(places[0])).backward()
-                optimizer.step()
-            trained = flat(model.parameters())
-            torch.testing.assert_close(real["parameters"], trained, atol=1e-5, rtol=0)

@@ -8,7 +8,7 @@ from torch import nn
 
 import ddp_kit as kit
 from ddp_kit.lessons import ddp
-from ddp_kit.lessons.ddp_mistakes import Heads, use_heads
+from ddp_kit.lessons.ddp_mistakes import Heads
 
 
 def test_the_first_backward_has_one_bucket_and_later_ones_send_while_they_compute():
@@ -32,49 +32,7 @@ def test_the_typical_backward_is_not_the_first():
     assert "bucket 3  1,050,624" in table
 
 
-class SharedAndFrozen(nn.Module):
-    """A weight that two modules use, a frozen one, and a buffer."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.frozen, self.last = (nn.Linear(3, 3) for _ in range(3))
-        self.last.weight = self.first.weight
-        self.frozen.requires_grad_(False)
-        self.register_buffer("shift", torch.randn(3))
-
-    def forward(self, x):
-        return self.last(torch.tanh(self.frozen(self.first(x)) + self.shift))
-
-
-def train_shared(rank, world_size, wrap):
-    torch.manual_seed(rank)
-    model = wrap(SharedAndFrozen())
-    torch.manual_seed(10)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    for x in torch.randn(3, 2, 12, 3):
-        optimizer.zero_grad()
-        for part in x:  # gradients of two backwards are added
-            (model(part.chunk(world_size)[rank]) - 1).square().mean().backward()
-            if wrap is not same:
-                model.finish_gradient_synchronization()
-        optimizer.step()
-    return [tensor.detach() for tensor in (*model.parameters(), *model.buffers())]
-
-
-def same(model):
-    return model
-
-
 BY_HAND = [ddp.DistributedDataParallel, ddp.BucketedDistributedDataParallel]
-
-
-def test_by_hand_shared_and_frozen_parameters_train_as_in_one_process():
-    whole = train_shared(0, 1, same)
-    for wrap, calls in zip(BY_HAND, (18, 6), strict=True):  # a shared weight and two biases
-        for world_size in (1, 2, 4):
-            result = kit.run(train_shared, wrap, world_size=world_size)
-            kit.compare(list(result), whole).check()
-            assert ddp.count_calls(result.trace) == {"broadcast(src=0)": 6, "all_reduce": calls}
 
 
 def test_by_hand_a_gradient_is_sent_before_the_next_is_computed():
@@ -123,7 +81,7 @@ def test_by_hand_an_unused_or_frozen_parameter_has_no_gradient_and_others_are_ri
     assert list(kit.run(gradients, world_size=2)) == [[[5.5, 5.5, None, None]] * 2] * 2
 
 
-@pytest.mark.parametrize("cap", [0.5, 2, None])
+@pytest.mark.parametrize("cap", [0.5, None])
 def test_by_hand_buckets_are_those_of_ddp_and_leave_while_the_backward_goes_on(cap):
     def send(rank, world_size):
         model = ddp.BucketedDistributedDataParallel(ddp.Stack().to(kit.device()), cap)
@@ -153,7 +111,7 @@ def test_only_all_reduces_of_hooks_overlap_with_the_backward():
     assert max(e.start for e in hooks) <= min(e.waited for e in hooks)
 
 
-@pytest.mark.parametrize("cap", [0.001, 0.5, 1, 1.5, 2, 3.1, 100, None])
+@pytest.mark.parametrize("cap", [0.001, 1.5, 3.1, None])
 def test_buckets_by_hand_are_those_of_ddp(cap):
     notes = kit.run(ddp.watch, cap, world_size=2)[0][1]
     counts = [note.count(", ") + 1 for note in notes if note.startswith("->")]
@@ -161,23 +119,7 @@ def test_buckets_by_hand_are_those_of_ddp(cap):
     assert ddp.buckets_by_hand(sizes, (cap or 25) * 2**20, (cap or 1) * 2**20) == counts
 
 
-def test_the_error_of_an_unused_parameter_names_it_and_what_to_do():
-    with pytest.raises(kit.RankError, match="did not receive grad for this rank: 2") as caught:
-        kit.run(use_heads, False, [0, 0], 2, world_size=2)
-    text = str(caught.value)
-    assert text.startswith("ranks 0 and 1 raised RuntimeError: Expected to have finished")
-    assert "did not receive grad for this rank: heads.1.weight\n" in text
-    assert text.endswith("or pass find_unused_parameters=True to DDP.")
-
-
 def test_positions_are_dealt_as_worked_out_by_hand():
     assert ddp.deal_by_hand(10, 4) == [[0, 4, 8], [1, 5, 9], [2, 6, 0], [3, 7, 1]]
     assert ddp.deal_by_hand(10, 4, drop_last=True) == [[0, 4], [1, 5], [2, 6], [3, 7]]
     assert ddp.deal_by_hand(2, 4) == [[0], [1], [0], [1]]
-
-
-@pytest.mark.parametrize("length", range(1, 10))
-def test_the_sampler_deals_as_by_hand(length):
-    for drop_last in (False, True):
-        hands = [hand for (hand,) in kit.run(ddp.deal, length, False, drop_last, world_size=3)]
-        assert hands == ddp.deal_by_hand(length, 3, drop_last)

@@ -62,12 +62,6 @@ def test_a_position_does_not_see_later_ones_and_places_may_be_given():
     assert not torch.equal(model(tokens, torch.arange(64).flip(0)), model(tokens))
 
 
-def test_the_last_layer_has_the_weight_of_the_embedding_unless_told_otherwise():
-    tied, untied = _gpt.GPT(), _gpt.GPT(_gpt.Config(tied=False))
-    assert tied.head.weight is tied.tokens.weight
-    assert untied.head.weight is not untied.tokens.weight
-
-
 def test_the_text_is_small_is_ascii_and_comes_with_the_package_and_its_origin():
     text = _gpt.TEXT.read_text("ascii")
     assert 50_000 < len(text) <= 100_000

@@ -9,8 +9,6 @@ from torch.utils.data import Subset
 import ddp_kit as kit
 from ddp_kit.lessons import _partitioned_sgd, partitioned_sgd
 
-WORLD_SIZES = (1, 2, 3, 4)
-
 
 def test_partitions_are_disjoint_and_the_same_everywhere():
     parts = partitioned_sgd.DataPartitioner(range(100), [0.5, 0.25, 0.25]).partitions
@@ -29,15 +27,6 @@ def test_the_first_digits_are_those_of_the_dataset():
     for count in (0, 10_001):
         with pytest.raises(ValueError, match=f"from 1 to 10,000, got {count}"):
             partitioned_sgd.first_digits(count)
-
-
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_both_ways_of_averaging_give_the_batch_gradient(world_size):
-    whole = partitioned_sgd.whole_batch_gradient(32 * world_size)
-    for average in (partitioned_sgd.average_gradients, partitioned_sgd.average_gradients_flat):
-        result = kit.run(partitioned_sgd.mean_gradient, average, world_size=world_size)
-        for gradient in result:
-            torch.testing.assert_close(gradient, whole, atol=1e-6, rtol=0)
 
 
 def test_without_averaging_the_gradients_differ():
@@ -98,35 +87,3 @@ def test_the_tutorial_is_repeated_with_its_settings(monkeypatch):
     assert ranks.lines[:2] == ["epoch  1  loss 2.5000", "epoch  2  loss 2.0000"]
     assert len(ranks.lines) == 11
     assert ranks.lines[-1].startswith("4 ranks: 97.12% of the test digits are right, in ")
-
-
-def test_the_tutorial_without_its_digits_starts_no_rank(monkeypatch):
-    def mnist(full):
-        raise kit.DataError("there are no digits")
-
-    ranks = FakeRanks()
-    monkeypatch.setattr(_partitioned_sgd, "mnist", mnist)
-    with pytest.raises(kit.DataError):
-        partitioned_sgd.repeat_tutorial(ranks, 10)
-    assert ranks.asked == []
-
-
-def test_the_option_for_the_tutorial_proves_nothing_else(monkeypatch, capsys):
-    monkeypatch.setattr(
-        _partitioned_sgd, "repeat_tutorial", lambda ranks, epochs: ranks.say(f"{ranks}, {epochs}")
-    )
-    partitioned_sgd.main(["--tutorial", "--world-size", "1"])
-    partitioned_sgd.main(["--tutorial", "--world-size", "1", "--epochs", "2"])
-    assert capsys.readouterr().out == "1 rank, 10\n1 rank, 2\n"
-
-
-def test_main_says_which_mistake_it_is_where_gradients_are_summed(monkeypatch):
-    monkeypatch.setattr(partitioned_sgd, "mean_gradient", summed_gradient)
-    whole = partitioned_sgd.flat([torch.arange(9.0)])
-    monkeypatch.setattr(_partitioned_sgd, "whole_batch_gradient", lambda count: whole)
-    with pytest.raises(kit.ProofError, match="It is 2 times the reference: it was summed"):
-        partitioned_sgd.main(["--world-size", "2"])
-
-
-def summed_gradient(rank, world_size):
-    return world_size * torch.arange(9.0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from itertools import accumulate
 
 import pytest
@@ -12,7 +11,6 @@ import ddp_kit as kit
 from ddp_kit.check.compared import defined
 from ddp_kit.check.hints import solutions
 from ddp_kit.lessons import pipeline_parallel as pp
-from ddp_kit.lessons._gpt import batches, make_gpt
 from ddp_kit.lessons.zero import SGD
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
@@ -81,21 +79,6 @@ def runs():
     return {name: [rank[name] for rank in result] for name in SCHEDULES}
 
 
-def test_four_stages_get_the_bits_of_one_process_that_adds_the_same_micro_batches(runs):
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    alone = pp.train_alone(4, SGD, 2, 8, tied=False, parts=8)
-    torch.set_num_threads(threads)
-    for name in SCHEDULES:
-        mine = [rank["parameters"] for rank in runs[name]]
-        whole = pp.of_each_rank(alone["parameters"], mine)
-        exact = "Zero" not in name and "Interleaved" not in name
-        limits = {"rtol": 0, "atol": 0} if exact else {}
-        found = kit.compare(mine, whole, **limits)
-        assert found, (name, found.text)
-        assert next(rank["losses"] for rank in runs[name] if rank["losses"]) == alone["losses"]
-
-
 def test_each_rank_does_what_its_schedule_says(runs):
     for name in pp.BY_HAND:
         assert steps_of(runs[name]) == orders(name, 4, 8)
@@ -133,28 +116,6 @@ def test_each_rank_holds_as_many_halves_as_the_lesson_says(runs):
     assert list(map(held, steps_of(runs["ScheduleInterleaved1F1B"]))) == [11, 9, 7, 5]
     for name in ("ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble"):
         assert list(map(held, steps_of(runs[name]))) == [8] * 4
-
-
-def test_an_order_that_never_ends_deadlocks():
-    def one_batch(rank, world_size):
-        torch.manual_seed(0)
-        stage = pp.GPTStage(make_gpt(pp.config_for(world_size)), rank, world_size)
-        pipeline = pp.Pipeline(stage, 32, partial(pp.mean_loss, 4))
-        order = pp.order(1 + rank, 4)  # rank 0 wants B0 first, rank 1 wants F1 first
-        pipeline.step(order, *next(batches(8, 1, 32)))
-
-    with pytest.raises(kit.DeadlockError) as caught:
-        kit.run(one_batch, world_size=2)
-    report = str(caught.value)
-    assert "rank 0 was waiting for rank 1 in recv(src=1)" in report
-    assert "rank 1 was waiting for rank 0 in recv(src=0)" in report
-
-
-def test_both_ends_of_a_tied_gpt_stay_equal():
-    result = kit.run(pp.train, "1F1B", 2, SGD, 2, 4, world_size=3)
-    first, last = (result[rank]["parameters"]["tokens.weight"] for rank in (0, 2))
-    assert torch.equal(first, last)
-    assert "tokens.weight" not in result[1]["parameters"]
 
 
 def test_an_unknown_schedule_and_uneven_pieces_are_refused_in_one_sentence():

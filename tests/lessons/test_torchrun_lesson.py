@@ -16,7 +16,7 @@ import psutil
 import pytest
 from kernels import QUICK_START, learners_shell
 from processes import alive, ended, wait_until
-from scripts import NOTEBOOKS, code_of, notebook_of, written
+from scripts import NOTEBOOKS, notebook_of
 from torch.distributed.run import get_args_parser
 
 import ddp_kit as kit
@@ -61,11 +61,6 @@ def namespaces() -> str:
         return subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
     except FileNotFoundError:
         return ""
-
-
-def test_the_job_is_what_its_cell_writes():
-    texts = [written(cell, "job.sh") for cell in code_of(lesson())]
-    assert [text for text in texts if text] == [(SCRIPTS / "job.sh").read_text("utf-8")]
 
 
 def test_the_lines_to_copy_train_on_two_hosts(tmp_path):

@@ -8,40 +8,9 @@ import torch
 import ddp_kit as kit
 from ddp_kit import model
 from ddp_kit.lessons import which_one_when as lesson
-from ddp_kit.lessons.pipeline_parallel import of_each_rank
-from ddp_kit.lessons.zero import SGD, train_alone
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 BFLOAT16 = torch.bfloat16
-
-
-def test_a_mesh_of_one_row_or_one_column_trains_as_one_process_does():
-    def both(rank, world_size):
-        ways = lesson.train_by_hand, lesson.train_2d
-        return [way(rank, world_size, SGD, tp, 2) for way in ways for tp in (1, 4)]
-
-    alone = train_alone(SGD, steps=2)["parameters"]
-    for found in kit.run(both, world_size=4):
-        for parameters in found:
-            kit.compare(parameters, alone).check()
-
-
-def test_gradients_that_are_added_up_along_tp_are_noticed():
-
-    def wrong(rank, world_size):
-        real = torch.distributed.all_reduce
-
-        def among_all(tensor, op=torch.distributed.ReduceOp.SUM, group=None):
-            return real(tensor, op, None if len(tensor.shape) == 2 else group)
-
-        torch.distributed.all_reduce = among_all
-        try:
-            return lesson.train_by_hand(rank, world_size, SGD, 2, 1)
-        finally:
-            torch.distributed.all_reduce = real
-
-    alone = train_alone(SGD, steps=1)["parameters"]
-    assert not kit.compare(list(kit.run(wrong, world_size=4)), alone)
 
 
 @pytest.fixture(scope="module")
@@ -110,22 +79,6 @@ def test_a_row_of_llama_3_has_the_published_sizes(row):
     assert plan.batch * row.context == 2**24  # "16M" tokens
 
 
-def test_errors_are_as_small_as_the_notebook_says():
-    def predict(row, cluster):
-        return lesson.tflops(*lesson.megatron(row), cluster)
-
-    first, *others = lesson.MEGATRON
-    fitted = lesson.fit_efficiency(
-        model.DGX_A100, lambda cluster: predict(first, cluster), first.tflops
-    )
-    assert model.DGX_A100.accelerator.efficiency == round(fitted, 2)
-    cluster = lesson.with_efficiency(model.DGX_A100, fitted)
-    assert predict(first, cluster) == pytest.approx(first.tflops)
-    errors = [predict(row, cluster) / row.tflops - 1 for row in others]
-    assert min(errors) >= -0.14
-    assert max(errors) < 0.005
-
-
 def test_eight_chunks_explain_16384_accelerators_and_one_does_not():
     def predictions(chunks):
         def predict(row, cluster):
@@ -152,10 +105,3 @@ def test_a_run_to_which_nothing_was_fitted_is_predicted_as_well_as_the_notebook_
         assert abs(off) < (0.21 if run.name == "1T" else 0.165)
     if run.memory:
         assert -0.225 < found.nbytes / 2**30 / run.memory - 1 < 0.01
-
-
-def test_three_dimensions_train_as_one_process_does_in_float64():
-    found = kit.run(lesson.train_3d, 2, 2, 2, world_size=8)
-    larger = train_alone(SGD, 2, 24, torch.float64, lesson.LARGER)["parameters"]
-    alone = of_each_rank(larger, found)
-    kit.compare(list(found), alone, rtol=0, atol=1e-15).check()

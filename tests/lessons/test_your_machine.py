@@ -58,11 +58,6 @@ def test_ranks_that_share_a_gpu_stay_on_the_cpu(tmp_path):
     assert lines == [f"rank {r} of 2, local rank {r}, sum of all ranks 1" for r in (0, 1)]
 
 
-def test_the_script_runs_in_a_world_of_one(tmp_path):
-    lines = launched(tmp_path, "--nproc-per-node", "1")
-    assert lines == ["rank 0 of 1, local rank 0, sum of all ranks 0"]
-
-
 def test_programs_run_side_by_side_and_their_lines_are_sorted():
     one, two = (f'"{sys.executable}" -c "import sys; sys.exit(print({n}))"' for n in (2, 1))
     assert your_machine.side_by_side(one, two) == ["1", "2"]

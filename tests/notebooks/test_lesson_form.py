@@ -124,17 +124,6 @@ def saying(source: str) -> dict:
     return notebook
 
 
-def test_a_sound_lesson_breaks_no_rule():
-    assert broken(lesson()) == []
-    asking = predicting("%matplotlib inline\nmine = ...  # how many?", "kit.predict(mine, 1)")
-    assert broken(asking) == []
-    answer = "<details><summary>Answer</summary>\n\n   So.\n\n   </details>"
-    assert broken(saying(f"1. Why?\n\n   {answer}")) == []
-    ordered = lesson()
-    ordered["cells"][1]["source"] = "x = f()  # f(x) is slow\n# wait() blocks until it is done"
-    assert broken(ordered) == []
-
-
 def test_a_prediction_that_is_not_the_readers_or_is_judged_late_or_in_sight_is_found():
     stored = predicting("mine = ...", "kit.predict(mine, 1)", "Right: 1.")
     never_asked = predicting("mine = 1", "kit.predict(mine, 1)")
