@@ -11,6 +11,7 @@ from kernels import Cell, Kernel
 import ddp_kit as kit
 from ddp_kit.notebook.live import show_displayed
 from ddp_kit.pool import view
+from ddp_kit.pool.rank.displayed import LIMIT
 from ddp_kit.pool.view import as_seen
 
 SHARED = """
@@ -119,6 +120,24 @@ def test_a_display_that_is_updated_or_cleared_has_its_last_content(notebook):
     cell = notebook.run("kit.run(worker, world_size=1)")
     assert shown(cell) == ["rank 0:", "new", "rank 0:", "raw"]
     assert "widget" not in str(cell.contents("display_data")), "its model is not in the notebook"
+
+
+def test_of_a_flood_of_displays_the_first_are_shown(notebook):
+    notebook.run(
+        "def worker(rank, world_size, size):\n"
+        "    for _ in range(3):\n"
+        "        display(HTML('x' * size))\n"
+        "    display(HTML('small'))\n"
+    )
+    cell = notebook.run(f"kit.run(worker, {LIMIT // 2 - 1000}, world_size=1)")
+    assert [line[:5] for line in shown(cell)] == ["rank ", "xxxxx"] * 2 + [
+        "rank ",
+        "small",
+        "rank ",
+    ]
+    assert shown(cell)[-1] == (
+        f"rank 0: ... 1 more left out: a rank may display {LIMIT:,} bytes a run"
+    )
 
 
 def test_a_display_that_fails_in_the_notebook_leaves_the_result_and_the_error(notebook):

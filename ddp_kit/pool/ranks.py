@@ -110,6 +110,7 @@ class RankHandle:
         self.variables = start_variables()
         self.owed = 0  # replies that this rank has not sent yet
         self.cells_seen: set[str] = set()
+        self.environment: Environment | None = None  # that it was sent last
         self.modules: dict[str, FileStamp] = {}  # the learner's files that it has imported
 
     def send(self, message: Any) -> None:
@@ -351,8 +352,10 @@ class RankProcesses:
             rank.output.take()  # what was printed between two runs belongs to none
             unseen = cells.keys() - rank.cells_seen
             new = {name: "".join(linecache.getlines(name)) for name in unseen}
-            rank.send(CallWorker(packed, new, environment, number))
+            changed = None if environment == rank.environment else environment
+            rank.send(CallWorker(packed, new, changed, number))
             rank.cells_seen |= new.keys()
+            rank.environment = environment
         packed.close()
 
     def end_run(self, intact: bool) -> None:

@@ -12,16 +12,40 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
+from ddp_kit.pool.rank.import_hooks import on_import
 from ddp_kit.pool.wire.messages import Bundle
 
 FIGURES = "module://ddp_kit.pool.rank.figures"  # pyplot's backend
 WIDGET = "application/vnd.jupyter.widget-view+json"  # names a model that only the rank has
+LIMIT = 10_000_000  # bytes that one rank may display in one run; the rest is left out
 
-_displayed: dict[object, Bundle] = {}  # in this run, in this order, by its id if it has one
+
+class Displayed:
+    """What was displayed in one run, in this order, by its id if it has one."""
+
+    def __init__(self) -> None:
+        self.bundles: dict[object, Bundle] = {}
+        self.size = self.left_out = 0
+
+    def put(self, bundle: Bundle, name: object) -> None:
+        """Add what was displayed, or put it in the place of what had its id."""
+        more = _size(bundle) - _size(self.bundles.get(name, ({}, {})))
+        if self.size + more > LIMIT:
+            self.left_out += 1
+        else:
+            self.bundles[name] = bundle
+            self.size += more
+
+
+def _size(bundle: Bundle) -> int:
+    values = bundle[0].values()
+    return sum(len(v) if isinstance(v, str | bytes) else len(json.dumps(v)) for v in values)
+
+
+_displayed = Displayed()
 
 
 @functools.cache
@@ -93,7 +117,8 @@ def publish_display_data(
 
 def clear_output(wait: bool = False) -> None:
     """Forget what was displayed in this run. What was printed stays."""
-    _displayed.clear()
+    global _displayed
+    _displayed = Displayed()
 
 
 def _publish(data: dict, metadata: dict, name: str | None, update: bool) -> None:
@@ -101,8 +126,8 @@ def _publish(data: dict, metadata: dict, name: str | None, update: bool) -> None
     bundle = plain, _plain(metadata)
     if update and not name:
         raise TypeError("display_id required for update_display")  # in IPython's words
-    if not update or name in _displayed:
-        _displayed[name or object()] = bundle
+    if not update or name in _displayed.bundles:
+        _displayed.put(bundle, name or object())
 
 
 def _plain(value: Any) -> Any:
@@ -126,7 +151,10 @@ def take() -> list[Bundle]:
     with suppress(Exception):  # it may be half imported
         if (pyplot := sys.modules.get("matplotlib.pyplot")) is not None:
             pyplot.close("all")
-    taken = list(filter(any, _displayed.values()))
+    taken = list(filter(any, _displayed.bundles.values()))
+    if _displayed.left_out:
+        line = f"... {_displayed.left_out} more left out: a rank may display {LIMIT:,} bytes a run"
+        taken.append(({"text/plain": line}, {}))
     clear_output()
     return taken
 
@@ -141,45 +169,3 @@ def _formatter() -> Callable[..., Bundle]:
     draw = functools.partial(print_figure, fmt="png", base64=True)
     formatter.formatters["image/png"].for_type_by_name("matplotlib.figure", "Figure", draw)
     return formatter.format
-
-
-# --- changes to libraries, made as soon as the worker imports them ---------------------------
-
-# What runs in place of a module's own code, with that code as a function of the module.
-Execute = Callable[[Callable[[ModuleType], None], ModuleType], None]
-
-_hooks: dict[str, Execute] = {}
-
-
-def on_import(name: str, change: Callable[[ModuleType], None]) -> None:
-    """Call `change` with a module as soon as it is imported: now, if it is already."""
-
-    def execute(own: Callable[[ModuleType], None], module: ModuleType) -> None:
-        own(module)
-        change(module)
-
-    if name in sys.modules:
-        change(sys.modules[name])
-    else:
-        instead_of(name, execute)
-
-
-def instead_of(name: str, execute: Execute) -> None:
-    """Call `execute` in place of a module's own code when it is imported."""
-    if not _hooks:
-        sys.meta_path.insert(0, _Finder)
-    _hooks[name] = execute
-
-
-class _Finder:
-    """Finds the modules that have a hook, and leaves all others to Python's finders."""
-
-    @staticmethod
-    def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if name not in _hooks:
-            return None
-        spec = PathFinder.find_spec(name, path, target)
-        if spec is not None and spec.loader is not None:
-            own = spec.loader.exec_module
-            spec.loader.exec_module = functools.partial(_hooks[name], own)  # type: ignore
-        return spec

@@ -23,6 +23,7 @@ from ddp_kit import backends, torch_internals
 from ddp_kit.error_text import RankFailure, text_of
 from ddp_kit.pool.rank import displayed
 from ddp_kit.pool.rank.capture import capture
+from ddp_kit.pool.rank.import_hooks import instead_of, on_import
 from ddp_kit.pool.rank.state import Imports, State, thread_left_running
 from ddp_kit.pool.wire import payload
 from ddp_kit.pool.wire.messages import (
@@ -64,8 +65,8 @@ class RankServer:
         self._environment: Environment | None = None  # comes with the first run
         self._is_restored = False  # nothing of the previous run is left
         self._imports = Imports()
-        displayed.on_import("tqdm.std", progress.take_over_tqdm)
-        displayed.instead_of("tqdm.notebook", progress.fill_tqdm_notebook)
+        on_import("tqdm.std", progress.take_over_tqdm)
+        instead_of("tqdm.notebook", progress.fill_tqdm_notebook)
 
     def serve(self) -> None:
         """Handle messages until the pool closes its end of the control pipe."""
@@ -116,7 +117,7 @@ class RankServer:
         assert self._joined is not None, "the pool sends JoinGroup before CallWorker"
         rank, world_size = self._joined.rank, self._joined.world_size
         self._board.answer_with_stacks()  # an earlier run may have changed what its signal does
-        if call.environment != self._environment:
+        if call.environment is not None:
             self._environment, self._is_restored = call.environment, False
             progress.is_live = call.environment.is_live
         for name, source in call.cells.items():

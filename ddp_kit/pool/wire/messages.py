@@ -73,7 +73,7 @@ class CallWorker(NamedTuple):
 
     payload: Payload  # (worker, args)
     cells: dict[str, str]  # cells this rank has not seen yet: file name → source
-    environment: Environment
+    environment: Environment | None  # None: unchanged since the previous run
     number: int  # of the run in its pool
 
 
