@@ -310,7 +310,8 @@ def test_a_worker_with_its_first_two_parameters_swapped_runs_with_a_line(capsys)
     [
         (
             lambda: kit.run(pid, nproc_per_node=2),
-            "kit.run has no argument nproc_per_node=; write kit.run(worker, *args, world_size=4)",
+            "kit.run has no argument nproc_per_node=; write kit.run(worker, *args, world_size=4); "
+            "the worker's own arguments have no names",
         ),
         (lambda: kit.run(pid, timout=3), "kit.run has no argument timout=; did you mean timeout=?"),
         (
@@ -325,7 +326,8 @@ def test_a_worker_with_its_first_two_parameters_swapped_runs_with_a_line(capsys)
         (
             lambda: kit.torchrun(pid, world_size=2),
             "kit.torchrun has no argument world_size=; "
-            "write kit.torchrun(worker, *args, nproc_per_node=4)",
+            "write kit.torchrun(worker, *args, nproc_per_node=4); "
+            "the worker's own arguments have no names",
         ),
     ],
 )

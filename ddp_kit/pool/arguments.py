@@ -56,6 +56,8 @@ def explaining_arguments(
                     why = f"has no argument {wrong}="
                     if near := difflib.get_close_matches(wrong, options, 1):
                         right = f"did you mean {near[0]}=?"
+                    elif "*args" in example:
+                        right += "; the worker's own arguments have no names"
                 raise refused(f"{name} {why}; {right}") from None
             return function(*args, **kwargs)
 
