@@ -52,7 +52,9 @@ class WorkerPool:
     init: False leaves it to the worker to call `init_process_group`. Groups that it leaves are
         destroyed after the run.
 
-    Raises PoolError or BackendError, before anything starts, if that is impossible.
+    Before anything starts, raises PoolError if world_size is below 1 or more than memory and limits
+    of this system allow, and BackendError if this machine lacks what the backend needs. `run` raises
+    PoolError if the pool is closed or already running.
 
         with kit.WorkerPool(4) as pool:
             result = pool.run(worker)
