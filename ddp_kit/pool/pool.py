@@ -53,8 +53,8 @@ class WorkerPool:
         destroyed after the run.
 
     Before anything starts, raises PoolError if world_size is below 1 or more than memory and limits
-    of this system allow, and BackendError if this machine lacks what the backend needs. `run` raises
-    PoolError if the pool is closed or already running.
+    of this system allow, and BackendError if this machine lacks what the backend needs. `run`
+    raises PoolError if the pool is closed or already running.
 
         with kit.WorkerPool(4) as pool:
             result = pool.run(worker)
