@@ -135,13 +135,16 @@ class ExerciseError(KitError, AssertionError):
         super().__init__(message, error, trace, credit)
 
     def __str__(self) -> str:
-        inner = str(self.error) if self.error else ""
-        return "\n".join(filter(None, [self.args[0], inner, self.hint]))
+        inner = [str(self.error)] if self.error else []
+        return "\n".join([self.args[0], *inner, *self._last_lines()])
 
     def _lines(self) -> list[str]:
         """Return the message, the lines of the run's own error, with its cells, and the hint."""
         inner = self.error._lines() if self.error else []
-        return [f"{type(self).__name__}: {self.args[0]}", *inner, *filter(None, [self.hint])]
+        return [f"{type(self).__name__}: {self.args[0]}", *inner, *self._last_lines()]
+
+    def _last_lines(self) -> list[str]:
+        return [self.hint] if self.hint else []
 
     def _draw(self) -> None:
         if self.error:

@@ -187,14 +187,16 @@ def test_the_limits_hold_and_the_innermost_frame_is_the_fullest(monkeypatch):
     deep = [[[[[[["far"]]]]]]]
     cycle = []
     cycle.append(cycle)
+    huge = 1 << 20_000
     shown = variables(
-        deep, cycle, list(range(10_000)), "x" * 2_000_000, dict.fromkeys(range(9_999))
+        deep, cycle, huge, list(range(10_000)), "x" * 2_000_000, dict.fromkeys(range(9_999))
     )
     assert repr(shown[0]) == "[[[[[<list>]]]]]"
     assert repr(shown[1]) == "[<list>]"
-    assert repr(shown[2]) == "<list of 10,000 items: [0, 1, 2, 3, 4, 5, 6, 7, 8, 9] ...>"
-    assert repr(shown[3]).startswith("<str of 2,000,000 characters: 'xxx")
-    assert repr(shown[4]).startswith("<dict of 9,999 items: {0: None, 1: None")
+    assert repr(shown[2]) == "<int of 20,001 bits>"
+    assert repr(shown[3]) == "<list of 10,000 items: [0, 1, 2, 3, 4, 5, 6, 7, 8, 9] ...>"
+    assert repr(shown[4]).startswith("<str of 2,000,000 characters: 'xxx")
+    assert repr(shown[5]).startswith("<dict of 9,999 items: {0: None, 1: None")
 
     monkeypatch.setattr(capturing, "SECONDS", -1)
     assert [type(value) for value in variables([1], 2)] == [Summary, Summary]

@@ -264,6 +264,7 @@ HALF = "█" * 10 + "░" * 10
         (80, [RankLine("done"), RankLine("computing")], "2 ranks: 1 done, 1 computing"),
         (80, [RankLine("", None, (at, 4)) for at in (3, 2)], f"[rank 1] {HALF} 2 of 4"),
         (20, [RankLine("computing", newest="x" * 90)], f"[rank 0] {'x' * 10}"),
+        (20, [RankLine("computing", newest="語" * 90)], f"[rank 0] {'語' * 5}"),
         (0, [RankLine("computing", newest="x" * 90)], f"[rank 0] {'x' * 70}"),  # nobody knows
     ],
 )

@@ -169,6 +169,7 @@ def test_the_notebooks_folder_and_path_reach_the_ranks(tmp_path, monkeypatch):
         ("4", "world_size must be a whole number such as 4, got '4'"),
         (True, "world_size must be a whole number such as 4, got True"),
         (numpy.bool_(True), "world_size must be a whole number such as 4, got "),
+        (torch.tensor(True), "must be a whole number such as 4, got tensor(True)"),
         (torch.tensor([2]), "must be a whole number such as 4, got tensor([2])"),
         (torch.tensor(0), "world_size must be at least 1, got 0"),
         (numpy.int64, "world_size must be a whole number such as 4, got <class"),
@@ -282,7 +283,7 @@ def test_a_worker_that_cannot_be_called_or_sent_is_refused_before_anything_start
         ({"backend": "smoke"}, "got 'smoke'"),
         *(
             ({"timeout": wrong}, "timeout must be a positive number")
-            for wrong in (0, -1, "soon", True, float("nan"))
+            for wrong in (0, -1, "soon", True, float("nan"), 10**400)
         ),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import math
 import operator
 import os
 import reprlib
@@ -29,6 +30,8 @@ CONTROL_GROUP = Path("/sys/fs/cgroup")  # where a container's limit is
 CACHE = "inactive_file", "active_file"  # of what the group has read; it gives way to processes
 NEVER_REFUSED = 4  # ranks, because a system can also swap
 INSIST = "DDP_KIT_MAX_RANKS"  # the environment variable that overrules free memory
+
+LONGEST = 1e300  # seconds; longer ones cannot be added to a time
 
 P, R = ParamSpec("P"), TypeVar("R")
 
@@ -161,11 +164,15 @@ def ranks_by_files() -> int:
 
 def whole_number(value: Any) -> int | None:
     """Return a whole number as an int, also one of NumPy's or torch's; None if it is none."""
-    if isinstance(value, bool) or getattr(value, "shape", ()) != ():
+    if type(value) is int:
+        return value
+    if isinstance(value, bool) or "bool" in str(getattr(value, "dtype", "")):
+        return None
+    if getattr(value, "shape", ()) != ():
         return None  # torch would take a list of one number for the number
     try:
         return operator.index(value)
-    except TypeError:
+    except Exception:  # the learner's own __index__ may fail
         return None
 
 
@@ -174,7 +181,7 @@ def check_timeout(timeout: float | None, name: str = "timeout", optional: bool =
     if timeout is None and optional:
         return
     number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
-    if not number or not timeout > 0:
+    if not number or not (0 < timeout < LONGEST or timeout == math.inf):
         none = " or None" if optional else ""
         given = reprlib.repr(timeout)
         raise PoolError(f"{name} must be a positive number of seconds{none}, got {given}")
@@ -244,6 +251,7 @@ def refusal(what: str, culprit: Any, reason: Exception) -> PoolError:
 
 
 def _explain(what: str, culprit: Any, reason: Exception) -> str:
+    """Return why something cannot be sent, and what would be right."""
     if what.startswith("get_ipython"):
         return "they have no IPython; call subprocess.run instead of !, and Python instead of %"
     if inspect.isroutine(culprit) or inspect.isclass(culprit):

@@ -83,4 +83,7 @@ class Result:
     def __repr__(self) -> str:
         if all(value is None for value in self.values):
             return f"{len(self)} ranks returned None"
-        return "\n".join(beside_rank(rank, repr(each)) for rank, each in enumerate(self.values))
+        lines = []
+        for rank, value in enumerate(self.values):
+            lines.append(beside_rank(rank, repr(value)))
+        return "\n".join(lines)

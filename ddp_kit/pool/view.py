@@ -6,6 +6,7 @@ import os
 import re
 import sys
 import time
+import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -90,7 +91,7 @@ class TerminalView(LiveView):
         columns = os.get_terminal_size(sys.stderr.fileno()).columns or 80
         seconds = int(time.monotonic() - self._opened)
         line = f"{f'{seconds:,} s  ' if seconds else ''}{self._in_one(lines)}"
-        line = line[: columns - 1]  # a full line would wrap
+        line = _cut(line, columns - 1)  # a full line would wrap
         if line != self._shown:
             self._shown = line
             sys.stderr.write(f"\r\x1b[K{line}")
@@ -161,6 +162,15 @@ def _share(progress: tuple[int, int | None]) -> float:
     return progress[0] / (progress[1] or 1)
 
 
+def _cut(text: str, columns: int) -> str:
+    """Return the beginning of a text that fits into so many columns of a terminal."""
+    for at, char in enumerate(text):
+        columns -= 2 if unicodedata.east_asian_width(char) in "WF" else 1
+        if columns < 0:
+            return text[:at]
+    return text
+
+
 def _on_terminal() -> bool:
     try:
         return sys.stderr.isatty()
@@ -191,6 +201,7 @@ current = View()  # of this process
 
 
 def use(view: View) -> None:
+    """Show the runs of this process in this way from now on."""
     global current
     current = view
 

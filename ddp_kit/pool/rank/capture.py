@@ -8,6 +8,7 @@ itself keeps them.
 from __future__ import annotations
 
 import inspect
+import sys
 import time
 import warnings
 from collections import OrderedDict
@@ -25,7 +26,6 @@ from types import (
 )
 from typing import Any
 
-import numpy
 import torch
 
 from ddp_kit.error_text import count
@@ -41,6 +41,7 @@ MOST_ITEMS = 5_000  # of a list or dict
 BEGIN = 10  # items of one that is not captured whole
 MOST_ATTRIBUTES = 30
 DEEPEST = 4  # levels of values inside values
+LARGEST_INT = 10_000  # bits
 MOST_NUMBERS = 1 << 20  # elements in all tensors of which there are statistics
 GPU_PATIENCE = 0.01  # seconds for work on a GPU to end, after which its tensors are not read
 
@@ -146,9 +147,10 @@ class _Capturing:
             return self._items(value, kind, len(value), depth)
         if issubclass(kind, torch.Tensor):
             return self._tensor(value, kind, depth)
-        if issubclass(kind, numpy.generic):
+        numpy = sys.modules.get("numpy")
+        if numpy and issubclass(kind, numpy.generic):
             return value if value.dtype.kind in "biufc" else Summary(kind.__name__)
-        if kind is numpy.ndarray:
+        if numpy and kind is numpy.ndarray:
             return self._array(value)
         if issubclass(kind, type):
             return Summary("class", value.__name__)
@@ -168,9 +170,14 @@ class _Capturing:
         if kind in (str, bytes) and not self._has_room(len(value)):
             unit = "characters" if kind is str else "bytes"
             return Summary(kind.__name__, f"of {len(value):,} {unit}", begin=value[:100])
+        if kind is int:
+            if value.bit_length() > LARGEST_INT:
+                return Summary("int", f"of {value.bit_length():,} bits")
+            self._size -= value.bit_length() // 8
         return value
 
     def _items(self, value: Any, kind: type, many: int, depth: int) -> Any:
+        """Return the first items of a value of this kind: a list, a dict, and so on."""
         if issubclass(kind, dict):
             items = islice(dict.items(value), many)
             taken = ((self.take(k, depth + 1), self.take(v, depth + 1)) for k, v in items)
