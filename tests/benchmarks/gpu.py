@@ -31,6 +31,8 @@ from bench import MARK, kill_marked
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 RECORD = HERE / "GPU.md"
+# Lessons that call what gloo has had since PyTorch 2.12: all_to_all, and a stage that sends to itself.
+SINCE_2_12 = "backends", "collectives", "pipeline_parallel"
 FEW = 4  # ranks that share the GPUs, because a lesson proves little on one or two
 # What the kit says where a lesson needs what gloo cannot do with tensors on GPUs.
 REFUSED = re.compile(r"gloo cannot .* on a GPU")
@@ -119,10 +121,10 @@ def lessons() -> list[str]:
     return sorted(path.stem for path in (ROOT / "ddp_kit" / "lessons").glob("[!_]*.py"))
 
 
-def checks(gpus: int, nccl: bool) -> tuple[list[Check], list[str]]:
+def checks(gpus: int, nccl: bool, old: bool = False) -> tuple[list[Check], list[str]]:
     """Return what is to be run on so many GPUs, and a line for what is not run, with the reason.
 
-    gpus: 0 to try the checks on the CPU, with gloo.
+    gpus: 0 to try the checks on the CPU, with gloo. old: PyTorch is older than 2.12.
     """
     has_nccl = nccl and gpus > 0
     choices = [("nccl", gpus)] if has_nccl else []
@@ -164,6 +166,9 @@ def checks(gpus: int, nccl: bool) -> tuple[list[Check], list[str]]:
             options = ["--backend", backend, "--world-size", str(ranks)]
             command = sys.executable, "-m", f"ddp_kit.lessons.{name}", *options
             title = f"{name}, {backend} on {_ranks(ranks)}"
+            if old and name in SINCE_2_12 and backend != "nccl":
+                left_out.append(f"{title}: it needs PyTorch 2.12 or newer.")
+                continue
             found.append(Check(title, command, f"{name}: {_ranks(ranks)}, "))
     if gpus > 1:
         found.append(_program("dp_against_ddp", str(min(gpus, FEW))))
@@ -308,7 +313,8 @@ def main() -> int:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         if options.record == RECORD:
             parser.error("--on-cpu needs a --record of its own: GPU.md is of runs on a GPU")
-    found, left_out = checks(gpus, dist.is_nccl_available())
+    old = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12)
+    found, left_out = checks(gpus, dist.is_nccl_available(), old)
     found = [check for check in found if re.search(options.only, check.title)]
     done = run_all(machine(), found, left_out, options.record, options.limit)
     return 0 if all(outcome.passed for outcome in done) else 1

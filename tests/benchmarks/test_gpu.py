@@ -155,6 +155,14 @@ def test_every_lesson_is_run(gpus, nccl, starts, missing):
     assert ("dp_against_ddp" in titles) == (gpus > 1)
 
 
+def test_a_lesson_that_needs_a_newer_pytorch_is_named():
+    found, left_out = gpu.checks(1, True, old=True)
+    titles = [check.title for check in found]
+    assert "collectives, cuda:gloo on 4 ranks: it needs PyTorch 2.12 or newer." in left_out
+    assert "collectives, cuda:gloo on 4 ranks" not in titles
+    assert "collectives, nccl on 1 rank" in titles
+
+
 def test_each_check_calls_something_that_exists():
     modules = {Path(module.__file__): module for module in (gpu_checks, gpu_training)}
     for check in gpu.checks(2, True)[0]:
