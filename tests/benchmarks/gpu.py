@@ -31,7 +31,7 @@ from bench import MARK, kill_marked
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 RECORD = HERE / "GPU.md"
-# Lessons that call what gloo has had since PyTorch 2.12: all_to_all, and a stage that sends to itself.
+# Lessons that call what gloo has had since PyTorch 2.12: all_to_all, and a V of stages.
 SINCE_2_12 = "backends", "collectives", "pipeline_parallel"
 FEW = 4  # ranks that share the GPUs, because a lesson proves little on one or two
 # What the kit says where a lesson needs what gloo cannot do with tensors on GPUs.

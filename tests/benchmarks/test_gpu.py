@@ -78,7 +78,7 @@ def invented(monkeypatch) -> list[gpu.Check]:
     found: list[gpu.Check] = []
     left_out = ["four: it needs two GPUs."]
     monkeypatch.setattr(gpu, "machine", lambda: "an invented GPU.")
-    monkeypatch.setattr(gpu, "checks", lambda gpus, nccl: (found, left_out))
+    monkeypatch.setattr(gpu, "checks", lambda *given: (found, left_out))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     return found
 
