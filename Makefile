@@ -74,12 +74,10 @@ check: style  ## the quick checks: style, public types, one notebook, a lesson u
 
 # Only ALL=1 runs these. They need Chromium or network namespaces, look at what a kill leaves of many
 # real processes, run the lessons' modules and exercises once more, which the notebooks and graders
-# do too, run the examples of the guide, run the kit on other launchers and backends, have a learner
-# make each known mistake, do a project or break the grader, or are about PyTorch itself.
+# do too, run the examples of the guide, run the kit on other launchers and backends, give the graders
+# of exercises wrong answers, do a project, or are about PyTorch itself.
 ONLY_ALL := tests/browser tests/cluster tests/faults tests/lessons tests/projects tests/benchmarks/test_gpu.py \
-    $(addprefix tests/check/, test_changed_solutions.py test_exercise_notebooks.py \
-        test_other_changes.py test_partial_credit.py) \
-    tests/wrong_programs/test_torch_suite.py \
+    $(filter-out tests/check/test_grader.py, $(wildcard tests/check/test_*.py)) tests/wrong_programs \
     $(addprefix tests/course/, test_grading.py test_copy.py) \
     $(addprefix tests/, test_backend_pools.py test_controls.py test_debugger.py test_hosting.py \
         test_mpi.py test_readme.py test_shm.py test_status.py test_torch_internals.py test_torchrun.py \

@@ -76,11 +76,16 @@ REDIRECT = """<!doctype html>
 <p>This page is now <a href="{0}.html">{0}</a>.</p>
 </html>
 """
-SPOKEN = {  # what the theme writes, and what a screen reader can use
+SPOKEN = {  # what the theme writes, and what a screen reader or a keyboard can use
     '<summary><span class="toctree-toggle"': '<summary aria-label="Pages below">'
     '<span class="toctree-toggle"',
     'search-button-field search-button__button pst-js-only" title="Search" aria-label="Search"': (
         'search-button-field search-button__button pst-js-only" title="Search"'
+    ),
+    ' aria-label="Toggle hidden content"': "",  # the summary has words
+    # On a narrow page it scrolls, also by keys.
+    '<math xmlns="http://www.w3.org/1998/Math/MathML" display="block">': (
+        '<math xmlns="http://www.w3.org/1998/Math/MathML" display="block" tabindex="0">'
     ),
 }
 LINK = re.compile(r"\[([^][]*)\]\((?!https?:|#)([^)\s#]+)(#[^)\s]*)?\)")
