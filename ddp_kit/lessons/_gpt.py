@@ -123,7 +123,7 @@ def batches(size: int, steps: int, context: int = 64, seed: int = SEED) -> Itera
     for _ in range(steps):
         starts = torch.randint(len(text) - context, (size,), generator=generator)
         pieces = torch.stack([text[start : start + context + 1] for start in starts]).to(device())
-        yield pieces[:, :-1].contiguous(), pieces[:, 1:].contiguous()
+        yield pieces[:, :-1], pieces[:, 1:]
 
 
 def part_of(batch: Batch, rank: int, world_size: int) -> Batch:

@@ -103,7 +103,7 @@ def _start(schedule, model, m):
 
     def step(tokens, targets):
         losses = []
-        given = [tokens] if 0 in mine else []
+        given = [tokens.contiguous()] if 0 in mine else []
         running.step(*given, target=targets, losses=losses, return_outputs=False)
         return losses
 

@@ -1,4 +1,4 @@
-# Made from notebooks/20_which_one_when.ipynb by `make editions`: edit that, not this. a1fd87b4e109
+# Made from notebooks/20_which_one_when.ipynb by `make editions`: edit that, not this. 8e6d2b2e3b3f
 """Which one when: plan a training run for 1 to 16,384 GPUs."""
 
 import torch
@@ -130,7 +130,7 @@ def train_3d(rank, world_size, pp=2, tp=2, steps=2, micro_batches=4):
     for batch in batches(24, steps):
         optimizer.zero_grad()
         inputs, targets = part_of(batch, place, places)
-        schedule.step(*[inputs][stage:], target=targets)
+        schedule.step(*[inputs.contiguous()][stage:], target=targets)
         for parameter in module.parameters():
             parameter.grad /= places
             dist.all_reduce(parameter.grad, group=mesh.get_group("dp"))
