@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from ddp_kit import check
-from ddp_kit.check.hints import hints
+from ddp_kit.check.hints import hints, solutions
 from ddp_kit.progress_file import in_order
+
+sys.path.append(str(Path(__file__).parent / "course"))
+
+import half_right
 
 ROOT = Path(__file__).resolve().parents[1]
 GUIDE = (ROOT / "docs" / "teaching.md").read_text("utf-8")
@@ -34,6 +39,17 @@ def test_each_exercise_has_mistakes_which_a_check_names():
         mistakes = [name.partition(" ")[2] for name, hint in own.items() if not hint.replace]
         assert len(own) > 1, number
         assert [name for name in mistakes if f'"{name}"' not in source] == [], number
+
+
+def test_what_a_mistake_changes_stands_once_in_its_solution():
+    changed = {
+        name: hint.replace for name, hint in hints().items() if hint.replace and name[0].isdigit()
+    }
+    for name, right in changed.items():
+        assert solutions()[name.split(" ")[0]]["program"].count(right) == 1, name
+    for exercise, (right, _, _) in half_right.ANSWERS.items():
+        number = exercise.removeprefix("exercise_").replace("_", ".")
+        assert right in solutions()[number]["program"], f"{number} in tests/course/half_right.py"
 
 
 def test_each_mistake_that_a_check_names_has_hints():
