@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddp_kit.check.grader import Exercise, Grader, name_of, register
+from ddp_kit.check.grader import Credit, Exercise, Grader, name_of, register
 from ddp_kit.check.hints import Steps
-from ddp_kit.check.partial_credit import Credit
 from ddp_kit.error_text import count
 from ddp_kit.errors import ExerciseError
 
