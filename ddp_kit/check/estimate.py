@@ -33,7 +33,6 @@ class Estimate:
 
     @property
     def parts(self) -> list[str]:
-        """The name of its only part, which is worth a point."""
         return [f"within {self.within:.0%}".replace("%", " %")]
 
     def check(self, answer: Any, step: int | None) -> Credit:

@@ -89,7 +89,6 @@ class Exercise:
 
     @property
     def title(self) -> str:
-        """What it is called in messages."""
         return f"exercise {self.number}"
 
     @property
@@ -231,7 +230,6 @@ class Grader:
         self.check_form()
 
     def check_form(self) -> None:
-        """Refuse an answer that cannot be called in the form that is asked for."""
         answer, check = self.answer, f"kit.check.{name_of(self.exercise.number)}"
         name, _, parameters = self.form.rstrip(")").partition("(")
         if not callable(answer):
@@ -255,7 +253,6 @@ class Grader:
 
     @property
     def result(self) -> Result:
-        """The result of the latest run."""
         assert self._result is not None, "there has been a run"
         return self._result
 
@@ -659,7 +656,7 @@ class Credit(float):
     wrong: dict[str, str]
     picture: Any = None  # of the answer to a record
 
-    def __new__(cls, parts: Mapping[str, bool], wrong: Mapping[str, str] | None = None) -> Credit:  # noqa: D102
+    def __new__(cls, parts: Mapping[str, bool], wrong: Mapping[str, str] | None = None) -> Credit:
         credit = super().__new__(cls, sum(parts.values()) / max(1, len(parts)))
         credit.parts, credit.wrong = dict(parts), dict(wrong or {})
         return credit

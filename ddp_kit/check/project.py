@@ -28,11 +28,9 @@ class Project(Exercise):
 
     @property
     def title(self) -> str:
-        """What it is called in messages."""
         return f"project {self.number.removeprefix('P')}"
 
     def grader(self, *args: Any) -> Grader:
-        """Return what grades an answer."""
         return self.graded_by(self, *args)
 
     def check(self, answer: Any, step: int | None, milestone: int | None = None) -> Credit:
@@ -61,7 +59,6 @@ class ProgramGrader(Grader):
     """Grades a program, whose path is the answer."""
 
     def check_form(self) -> None:
-        """Refuse what is not the path of a program."""
         path, check = self.answer, f"kit.check.{name_of(self.exercise.number)}"
         if not isinstance(path, str | os.PathLike):
             got = type(path).__name__

@@ -137,7 +137,6 @@ class Work:
         self.done = False
 
     def wait(self, timeout: Any = None) -> bool:
-        """Return when the message has moved."""
         self._ranks.pause(self)
         return True
 

@@ -57,7 +57,6 @@ class Record(Exercise):
 
     @property
     def parts(self) -> list[str]:
-        """The three goals, each of which is worth a point."""
         return [f"at most {goal:,.6g} {self.unit}" for goal in self.goals]
 
     def check(self, answer: Callable[..., Any], step: int | None) -> Credit:

@@ -123,7 +123,6 @@ def _load_pictures() -> None:
 
 
 def _draw_waits(error: errors.DeadlockError) -> None:
-    """Show who waits for whom, above the error."""
     from ddp_kit import plot  # matplotlib takes its time
 
     display(plot.waits(error))

@@ -525,7 +525,6 @@ def _join_equal(lines: list[list[str]]) -> list[list[str]]:
 
 
 def rank_table(title: str, trace: Trace, lanes: Lanes) -> str:
-    """Return the table of a long trace: one row per rank."""
     counts = Counter((event.rank, event.kind) for event in trace)
     never = Counter((rank, mark) for (rank, _), mark in unmatched(trace).items())
     waited: Counter[int] = Counter()
@@ -546,7 +545,6 @@ def rank_table(title: str, trace: Trace, lanes: Lanes) -> str:
 
 
 def time_table(title: str, lanes: Lanes) -> str:
-    """Return the table of the timed form: milliseconds of each rank."""
     spent: Counter[tuple[int, str]] = Counter()
     for bar in lanes.bars:
         spent[bar.rank, bar.kind] += bar.end - bar.begin

@@ -26,17 +26,3 @@ from ddp_kit.pool.pool import (
 )
 from ddp_kit.pool.ranks import end_all
 from ddp_kit.pool.result import Result, last_failed_run
-
-__all__ = [
-    "Result",
-    "WorkerPool",
-    "check_world_size",
-    "end_all",
-    "interruptible",
-    "keep_names",
-    "last_failed_run",
-    "launcher_of",
-    "run",
-    "shutdown",
-    "status",
-]

@@ -61,7 +61,6 @@ class RankTrace:
 
     @staticmethod
     def of(trace: Trace, rank: int, launch: str, clock: Clock | None = None) -> RankTrace:
-        """Return what `rank` did in a trace."""
         dropped = trace.dropped[rank] if trace.dropped else None
         span = trace.spans[rank] if trace.spans else None
         events = tuple(event for event in trace if event.rank == rank)

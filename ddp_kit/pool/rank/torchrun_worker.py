@@ -117,7 +117,6 @@ class Task:
 
 
 def _leave_group() -> None:
-    """Leave the process group, unless the worker has."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -149,7 +148,8 @@ def _run_elsewhere(packed: str, rank: int) -> None:
     os.register_at_fork(after_in_child=board.unshare)
     environment.end_with_agent()  # not the observer, which reports that this process has ended
     board.answer_with_stacks()
-    builtins.display = _display  # type: ignore[attr-defined]
+    # Only the ranks on the notebook's host show pictures.
+    builtins.display = lambda *values, **_options: print(*values)  # type: ignore[attr-defined]
     out, err = _Tee(printed, sys.stdout), _Tee(printed, sys.stderr)
     how, recorder = wire.RETURNED, None
     try:
@@ -173,11 +173,6 @@ def _run_elsewhere(packed: str, rank: int) -> None:
         if how == wire.RETURNED:
             _leave_group()
         observer.end()
-
-
-def _display(*values: object, **_options: object) -> None:
-    """Print values, because only the ranks on the notebook's host show pictures."""
-    print(*values)
 
 
 def _send(report: RemoteReport, rank: int, how: str) -> None:
