@@ -10,7 +10,7 @@ import pytest
 import traces
 
 from ddp_kit.trace import Trace
-from ddp_kit.trace.chrome import write_chrome
+from ddp_kit.trace.trace_files import write_chrome
 
 EXAMPLES = {
     "pipeline": traces.pipeline(3),

@@ -22,7 +22,7 @@ import ddp_kit as kit
 from ddp_kit.pool import last_failed_run
 from ddp_kit.pool.rank import capture as capturing
 from ddp_kit.pool.rank.capture import capture
-from ddp_kit.pool.wire.frames import Captured, Summary
+from ddp_kit.pool.wire.messages import Captured, Summary
 
 
 def captured(function, *args) -> Captured:

@@ -15,7 +15,7 @@ from ddp_kit.error_text import Frame, RankFailure
 from ddp_kit.errors import PoolError, RankDiedError, RankError
 from ddp_kit.pool import other_hosts
 from ddp_kit.pool.other_hosts import OtherHosts
-from ddp_kit.pool.reports import Reports
+from ddp_kit.pool.result import Reports
 from ddp_kit.pool.wire import torchrun_store
 from ddp_kit.pool.wire.torchrun_store import Answer, RemoteReport, Sign, decode, encode
 from ddp_kit.trace import Board, Snapshot

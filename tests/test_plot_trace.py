@@ -21,7 +21,7 @@ from ddp_kit.errors import PlotError
 from ddp_kit.plot import buckets, messages, rank_color, timeline, waits
 from ddp_kit.plot.style import LOST, blend, edge_color
 from ddp_kit.plot.timeline import shares
-from ddp_kit.plot.timeline_lanes import by_steps, by_time
+from ddp_kit.plot.timeline_data import by_steps, by_time
 from ddp_kit.trace import Trace
 from ddp_kit.trace.events import Group
 

@@ -209,7 +209,6 @@ class Engine:
                 return
 
     def _step(self, work: PythonWork) -> bool:
-        """Move an operation on; return whether it is over."""
         try:
             needs = next(work.steps)
         except StopIteration:

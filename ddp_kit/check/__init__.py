@@ -12,8 +12,7 @@ from difflib import get_close_matches
 from importlib import import_module
 from pkgutil import iter_modules
 
-from ddp_kit.check.grader import EXERCISES, Credit, only_message
-from ddp_kit.check.partial_credit import credit
+from ddp_kit.check.grader import EXERCISES, Credit, credit, only_message
 from ddp_kit.pool.wire import messages
 from ddp_kit.progress_file import in_order
 

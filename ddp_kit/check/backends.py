@@ -37,16 +37,12 @@ def _slowest_rounds(rank: int, world_size: int, slowest_rounds: Callable) -> Any
     return slowest_rounds(operation, lambda: now, ROUNDS)
 
 
-def _devices(place: tuple[set[str], int]) -> str:
-    return f"tensors on {' and on '.join(_DEVICES[each] for each in sorted(place[0]))}"
-
-
 @exercise(
     "10.2",
     "backend_for(devices, ranks_per_gpu)",
     where="for tensors on the CPU, on GPUs, and on both",
     cases=PLACES,
-    part=_devices,
+    part=lambda place: f"tensors on {' and on '.join(map(_DEVICES.get, sorted(place[0])))}",
 )
 def _backend_for(grader: Grader, devices: set[str], ranks: int) -> None:
     case = f"backend_for({{{str(sorted(devices))[1:-1]}}}, {ranks})"

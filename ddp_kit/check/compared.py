@@ -116,7 +116,6 @@ class Comparison:
         return "unknown" if other == "otherwise" else ""
 
     def most(self, case: tuple) -> list[float]:
-        """Return how many bytes each rank may send."""
         sent = outcome(self, "", case).sent
         return [math.inf if self.spare is None else round(self.spare * each) for each in sent]
 

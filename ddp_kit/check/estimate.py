@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddp_kit import model
-from ddp_kit.check.grader import only_message, register
+from ddp_kit.check.grader import Credit, only_message, register
 from ddp_kit.check.hints import ESTIMATES, PLACE, Steps, find, read
-from ddp_kit.check.partial_credit import Credit
 from ddp_kit.errors import ExerciseError
 
 CLOSE = 0.02  # a wrong answer is recognized within this
@@ -34,7 +33,6 @@ class Estimate:
 
     @property
     def parts(self) -> list[str]:
-        """The name of its only part, which is worth a point."""
         return [f"within {self.within:.0%}".replace("%", " %")]
 
     def check(self, answer: Any, step: int | None) -> Credit:

@@ -1,10 +1,11 @@
-"""What all graders share: a registry, runs on real ranks, and messages about what is wrong."""
+"""What all graders share: a registry, runs on real ranks, messages about what is wrong, credit."""
 
 from __future__ import annotations
 
 import inspect
 import io
 import math
+import os
 import reprlib
 import shutil
 import tempfile
@@ -20,7 +21,6 @@ import torch
 import torch.distributed as dist
 
 from ddp_kit.check.hints import PLACE, Steps, find
-from ddp_kit.check.partial_credit import Credit
 from ddp_kit.error_text import Wait, count, format_unawaited
 from ddp_kit.errors import (
     DeadlockError,
@@ -46,6 +46,7 @@ E = TypeVar("E", bound=Exception)
 
 SIZES = (2, 3, 1, 4, 5)  # most mistakes show on two or three ranks, which start first
 TIMEOUT = 60.0  # seconds for one run; a deadlock is found without it
+SECONDS = 20.0  # for all runs in `credit`: less than the 30 s that nbgrader gives a cell
 STORE_LIMIT = timedelta(seconds=30)  # for a key that nobody sets
 SENT = "no more is sent than needed"  # a part of many exercises
 UNCHANGED = "unchanged"  # a mistake of many exercises
@@ -88,7 +89,6 @@ class Exercise:
 
     @property
     def title(self) -> str:
-        """What it is called in messages."""
         return f"exercise {self.number}"
 
     @property
@@ -230,7 +230,6 @@ class Grader:
         self.check_form()
 
     def check_form(self) -> None:
-        """Refuse an answer that cannot be called in the form that is asked for."""
         answer, check = self.answer, f"kit.check.{name_of(self.exercise.number)}"
         name, _, parameters = self.form.rstrip(")").partition("(")
         if not callable(answer):
@@ -254,7 +253,6 @@ class Grader:
 
     @property
     def result(self) -> Result:
-        """The result of the latest run."""
         assert self._result is not None, "there has been a run"
         return self._result
 
@@ -643,3 +641,62 @@ def _format_words(words: list[str], against: list[str]) -> str:
 
 def _kind(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}"
+
+
+# --- partial credit ------------------------------------------------------------------------
+
+
+class Credit(float):
+    """The share of an exercise's parts that hold, 0.0 to 1.0.
+
+    parts: whether each of them holds, by name. wrong: what is wrong, by the part that it is in.
+    """
+
+    parts: dict[str, bool]
+    wrong: dict[str, str]
+    picture: Any = None  # of the answer to a record
+
+    def __new__(cls, parts: Mapping[str, bool], wrong: Mapping[str, str] | None = None) -> Credit:
+        credit = super().__new__(cls, sum(parts.values()) / max(1, len(parts)))
+        credit.parts, credit.wrong = dict(parts), dict(wrong or {})
+        return credit
+
+    def __getnewargs__(self) -> tuple:
+        return self.parts, self.wrong
+
+    def _ipython_display_(self) -> None:
+        """Show the picture, or nothing: a check that passes has printed its line."""
+        if self.picture is not None:
+            from IPython.display import display  # which calls this method, so it is there
+
+            display(self.picture)
+
+
+@recorded
+def credit(check: Any, answer: Any) -> Credit:
+    """Try every part of an exercise, print what is wrong, and return which parts hold.
+
+    check: such as `kit.check.exercise_4_1`, which raises at the first mistake instead. Parts about
+    right answers, such as the number of messages, hold only if all results are right. A stub and
+    an answer that cannot be called have 0. The environment variable DDP_KIT_CHECK_SECONDS limits
+    the time for all runs together, 20 s by default; a part for which no time is left does not hold.
+
+    Raises PoolError if the answer cannot be sent to the ranks or these do not start, BackendError
+    if gloo is unavailable, and ExerciseError if that variable is not a number above 0.
+    """
+    found = check.exercise.credit(answer, _limit())
+    if found < 1:
+        parts = [f"{'yes' if holds else 'no':4}{part}" for part, holds in found.parts.items()]
+        print(*dict.fromkeys(found.wrong.values()), *parts, sep="\n")
+    return found
+
+
+def _limit() -> float:
+    text = os.environ.get("DDP_KIT_CHECK_SECONDS", str(SECONDS))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0
+    if not 0 < seconds < float("inf"):
+        raise ExerciseError(f"DDP_KIT_CHECK_SECONDS must be a number above 0, got {text!r}")
+    return seconds

@@ -169,11 +169,9 @@ class ScriptedStore:
         self.later: Callable[[], None] | None = None
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Write a key."""
         self.held[key] = value if isinstance(value, bytes) else str(value).encode()
 
     def get(self, key: str) -> bytes:
-        """Wait for a key, and return it."""
         self.wait([key])
         return self.held[key]
 
@@ -186,11 +184,9 @@ class ScriptedStore:
             raise RuntimeError(f"all wait, and nobody writes {' and '.join(missing)}")
 
     def check(self, keys: list[str]) -> bool:
-        """Return whether all these keys are written."""
         return all(key in self.held for key in keys)
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a counter, and return it."""
         number = int(self.held.get(key, b"0")) + amount
         self.set(key, str(number))
         return number

@@ -114,7 +114,6 @@ def _check_means(
 
 
 def averaged_wrongly(mean: torch.Tensor, own: list[torch.Tensor]) -> Mistakes:
-    """Return the mistakes in gradients that should be the mean of these."""
     return {
         "gradients not divided": mean * len(own),
         "gradients divided twice": mean / len(own),
@@ -219,7 +218,6 @@ def _points() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _step(points: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
-    """Return the centroids after one step with these points."""
     nearest = torch.cdist(points, centroids).argmin(dim=1)
     groups = [points[nearest == number] for number in range(len(centroids))]
     moved = [g.mean(dim=0) if len(g) else c for g, c in zip(groups, centroids, strict=True)]

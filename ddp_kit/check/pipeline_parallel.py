@@ -21,11 +21,6 @@ BUBBLES = ((4, 0.1), (8, 0.1), (4, 0.25), (2, 0.05), (16, 0.5), (5, 0.3), (2, 0.
 WIDTH, SEQUENCES = 3, 2
 
 
-def _micro_batches_of(case: tuple[int, int]) -> str:
-    p, m = case
-    return f"{'fewer' if m < p else 'no fewer'} micro-batches than ranks"
-
-
 @compared(
     "17.1",
     "one_f_one_b(rank, p, m)",
@@ -33,7 +28,7 @@ def _micro_batches_of(case: tuple[int, int]) -> str:
     where="on 1, 2, 3 and 4 ranks",
     cases=CASES,
     call=lambda p, m: f"one_f_one_b(rank, {p}, {m})",
-    part=_micro_batches_of,
+    part=lambda case: f"{'fewer' if case[1] < case[0] else 'no fewer'} micro-batches than ranks",
     spare=None,
 )
 def _one_f_one_b(rank: int, p: int, one_f_one_b: Callable, m: int) -> dict:
@@ -63,7 +58,6 @@ def _stage(rank: int) -> nn.Module:
 
 
 def _data(m: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return inputs and targets of m micro-batches."""
     numbers = torch.arange(2.0 * m * SEQUENCES * WIDTH).sin()
     inputs, targets = numbers.view(2, m, SEQUENCES, WIDTH)
     return inputs, targets
@@ -316,7 +310,8 @@ def _rows(grader: Grader, found: Any) -> list[list[tuple[str, int]]]:
     for rank, row in enumerate(rows):
         if sorted(row) != wanted:
             wrong = sorted({s for s in [*row, *wanted] if row.count(s) != (s in wanted)})
-            steps = f"{len(row)} steps; wrong: {' '.join(map(_name, wrong[:8]))}"
+            shown = " ".join(f"{kind}{number}" for kind, number in wrong[:8])
+            steps = f"{len(row)} steps; wrong: {shown}"
             grader.fail("wrong steps", f"rank {rank} has {steps}", hint="other steps")
     return rows
 
@@ -329,7 +324,3 @@ def _check_held(grader: Grader, rows: list[list[tuple[str, int]]]) -> None:
             if held > MOST:
                 fact = f"rank {rank} holds {held} micro-batches when it begins F{i}"
                 grader.fail(f"more than {MOST} are held", fact, hint="too many held")
-
-
-def _name(step: tuple[str, int]) -> str:
-    return f"{step[0]}{step[1]}"

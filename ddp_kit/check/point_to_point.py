@@ -180,7 +180,6 @@ def _work(rank: int, world_size: int, distribute: Callable, tasks: list[int]) ->
 
 
 def _behind(tasks: list[int], error: Exception) -> str:
-    """Return the mistake behind a run that failed."""
     if type(error) is not DeadlockError:
         return ""
     if f"tag={_FREE}" in str(error):

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddp_kit.check.grader import Exercise, Grader, name_of, register
+from ddp_kit.check.grader import Credit, Exercise, Grader, name_of, register
 from ddp_kit.check.hints import Steps
-from ddp_kit.check.partial_credit import Credit
 from ddp_kit.error_text import count
 from ddp_kit.errors import ExerciseError
 
@@ -29,11 +28,9 @@ class Project(Exercise):
 
     @property
     def title(self) -> str:
-        """What it is called in messages."""
         return f"project {self.number.removeprefix('P')}"
 
     def grader(self, *args: Any) -> Grader:
-        """Return what grades an answer."""
         return self.graded_by(self, *args)
 
     def check(self, answer: Any, step: int | None, milestone: int | None = None) -> Credit:
@@ -62,7 +59,6 @@ class ProgramGrader(Grader):
     """Grades a program, whose path is the answer."""
 
     def check_form(self) -> None:
-        """Refuse what is not the path of a program."""
         path, check = self.answer, f"kit.check.{name_of(self.exercise.number)}"
         if not isinstance(path, str | os.PathLike):
             got = type(path).__name__

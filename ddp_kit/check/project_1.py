@@ -64,7 +64,6 @@ class TrainingGrader(ProgramGrader):
     """Runs a program under torchrun, and reads what it prints."""
 
     def check_form(self) -> None:
-        """Refuse what is not the path of a program."""
         self._trainings: dict[int, Training] = {}
         super().check_form()
 
@@ -200,7 +199,6 @@ class Runs:
         self.status = 0 if self._again or self.timed_out else status
 
     def _ranks(self) -> dict[int, psutil.Process]:
-        """Return the ranks that run, by their numbers."""
         found = {}
         for process in self._children():
             with contextlib.suppress(psutil.Error):
@@ -218,7 +216,6 @@ class Runs:
         return found
 
     def _end_all(self) -> None:
-        """End torchrun and all that it has started."""
         if self._process is None:
             return
         if self._process.poll() is None:
@@ -231,10 +228,6 @@ class Runs:
                 process.kill()  # which does nothing to another process with the same number
         self._process.wait()
         psutil.wait_procs(self._begun, timeout=10)
-
-
-def _runs(grader: TrainingGrader) -> None:
-    grader.training(2)
 
 
 def _equal(grader: TrainingGrader) -> None:
@@ -313,7 +306,7 @@ project(
     "P1",
     "program",
     {
-        "runs on 2 ranks of torchrun": _runs,
+        "runs on 2 ranks of torchrun": lambda grader: grader.training(2),
         "equal losses on 1, 2 and 4 ranks": _equal,
         "survives three kills": _survives,
         "reports its speed": _reports,

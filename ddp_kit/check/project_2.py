@@ -189,7 +189,6 @@ class PlanGrader(ProgramGrader):
     """Grades a program by what it defines."""
 
     def check_form(self) -> None:
-        """Load the program."""
         super().check_form()
         self._name = Path(self.answer).name
         self.program = self._loaded(os.fspath(self.answer))
@@ -207,7 +206,6 @@ class PlanGrader(ProgramGrader):
 
     @property
     def plan(self) -> Plan:
-        """The learner's plan."""
         return self.program["PLAN"]
 
     def fail(self, fact: str, *details: str, error: Exception | None = None, **about: Any) -> None:
@@ -254,7 +252,6 @@ def _train(rank: int, world_size: int, train: Callable, steps: int) -> tuple[Any
 
 
 def _why(error: Exception) -> str:
-    """Return the mistake behind a run that failed."""
     over = {
         rank
         for rank, failure in getattr(error, "failures", {}).items()

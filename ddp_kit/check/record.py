@@ -15,9 +15,8 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from ddp_kit.check.compared import defined
-from ddp_kit.check.grader import Exercise, Grader, register
+from ddp_kit.check.grader import Credit, Exercise, Grader, register
 from ddp_kit.check.hints import PLACE, Steps, solutions
-from ddp_kit.check.partial_credit import Credit
 from ddp_kit.errors import ExerciseError
 from ddp_kit.trace import Trace
 from ddp_kit.trace.events import Message
@@ -58,7 +57,6 @@ class Record(Exercise):
 
     @property
     def parts(self) -> list[str]:
-        """The three goals, each of which is worth a point."""
         return [f"at most {goal:,.6g} {self.unit}" for goal in self.goals]
 
     def check(self, answer: Callable[..., Any], step: int | None) -> Credit:

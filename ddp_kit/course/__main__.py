@@ -49,7 +49,6 @@ COMMANDS = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m ddp_kit.course")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (what, add_arguments, run) in COMMANDS.items():

@@ -18,7 +18,6 @@ GAP = re.compile(
 
 
 def tags(cell: Mapping[str, Any]) -> set[str]:
-    """Return the tags of a cell."""
     return set(cell["metadata"].get("tags", ()))
 
 

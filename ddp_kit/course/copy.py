@@ -16,7 +16,6 @@ COPIED = ".ddp_kit.json"  # in DIR: the checksum of each file as it was copied
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of this command."""
     parser.add_argument("folder", metavar="DIR", type=Path, help="where to copy them")
     parser.add_argument("--no-solutions", action="store_true", help="leave out solutions/")
 

@@ -52,7 +52,6 @@ class Assignment:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of both commands."""
     parser.add_argument("folder", metavar="DIR", type=Path, help="a new or empty folder")
     parser.add_argument(
         "--course", metavar="FOLDER", type=Path, help="take the solved exercises in its solutions/"

@@ -66,7 +66,6 @@ class Class:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of this command."""
     parser.add_argument("folder", metavar="FOLDER", type=Path, help="with the files *.jsonl")
 
 
@@ -135,7 +134,6 @@ def _shown(text: Any, most: int) -> str:
 
 
 def report(found: Class) -> Iterator[str]:
-    """Yield the parts of the report, as text."""
     header = ["exercise", "learners", "passed", "checks", "seconds", "not yet"]
     rows = [_row(found, exercise) for exercise in found.exercises]
     if rows:

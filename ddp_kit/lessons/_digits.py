@@ -46,5 +46,4 @@ def accuracy(model: nn.Module, full: bool = False) -> float:
 
 
 def flat(tensors) -> torch.Tensor:
-    """Return many tensors as one flat copy on the CPU."""
     return torch.cat([tensor.detach().view(-1) for tensor in tensors]).cpu()

@@ -35,7 +35,6 @@ WAYS = {
 
 
 def copies(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return copies of a model's parameters by name."""
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 

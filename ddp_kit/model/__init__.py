@@ -1,13 +1,12 @@
 """What training costs, as formulas of plain numbers: no process is started, nothing is measured.
 
-    communication     seconds of an all_reduce, by algorithm, and of a step of DDP; alpha and beta,
-                      found in measured times
-    transformer       parameters and FLOPs of a transformer
-    hardware          accelerators, hosts and links
-    plan              how many ranks share what: data, ZeRO, tensor, pipeline, context parallel
-    per_rank_memory   bytes that a rank holds, by kind
-    step_time         seconds of a training step, by part
-    planner           all plans for a number of accelerators, the fastest first
+    communication  seconds of an all_reduce, by algorithm, and of a step of DDP; alpha and beta,
+                   found in measured times
+    transformer    parameters and FLOPs of a transformer
+    hardware       accelerators, hosts and links
+    plan           how many ranks share what: data, ZeRO, tensor, pipeline, context parallel
+    plan_cost      bytes that a rank holds, by kind; seconds of a training step, by part
+    planner        all plans for a number of accelerators, the fastest first
 
 All names below are those of the package: `model.chunked_ring`, `model.Transformer`, `model.plans`.
 """
@@ -31,10 +30,9 @@ from ddp_kit.model.communication import (
     two_level,
 )
 from ddp_kit.model.hardware import DGX_A100, DGX_H100, Accelerator, Cluster
-from ddp_kit.model.per_rank_memory import activations, memory
 from ddp_kit.model.plan import FP32, MIXED, Plan, Precision, stages
-from ddp_kit.model.planner import Estimate, Plans, estimate, plans
-from ddp_kit.model.step_time import mfu, step
+from ddp_kit.model.plan_cost import Estimate, activations, estimate, memory, mfu, step
+from ddp_kit.model.planner import Plans, plans
 from ddp_kit.model.transformer import Transformer
 
 __all__ = [

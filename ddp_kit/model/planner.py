@@ -9,35 +9,11 @@ from itertools import product
 from ddp_kit.errors import ModelError
 from ddp_kit.model.checks import check_count
 from ddp_kit.model.hardware import Cluster
-from ddp_kit.model.per_rank_memory import memory
 from ddp_kit.model.plan import MIXED, Plan, Precision, objection
-from ddp_kit.model.step_time import step
+from ddp_kit.model.plan_cost import Estimate, estimate, memory
 from ddp_kit.model.transformer import Transformer
 
 _LEAST_PART = 2_048  # tokens of a sequence that a rank should have, or its kernels are inefficient
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """What a plan costs.
-
-    memory: bytes of the rank that holds most, by kind. step: seconds, by part. mfu: from 0 to 1.
-    """
-
-    plan: Plan
-    memory: dict[str, float]
-    step: dict[str, float]
-    mfu: float
-
-    @property
-    def nbytes(self) -> float:
-        """Bytes of the rank that holds most."""
-        return sum(self.memory.values())
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of a step."""
-        return sum(self.step.values())
 
 
 @dataclass(frozen=True)
@@ -66,16 +42,6 @@ class Plans:
         return "\n".join(lines)
 
     __repr__ = __str__
-
-
-def estimate(
-    transformer: Transformer, plan: Plan, cluster: Cluster, precision: Precision = MIXED
-) -> Estimate:
-    """Return what a plan costs, whether it fits or not; ModelError if it cannot be carried out."""
-    seconds = step(transformer, plan, cluster, precision)
-    done = transformer.flops_per_token * plan.batch * transformer.context / plan.ranks
-    used = done / sum(seconds.values()) / cluster.accelerator.flops
-    return Estimate(plan, memory(transformer, plan, precision), seconds, used)
 
 
 def plans(

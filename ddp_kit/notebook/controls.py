@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ddp_kit.error_text import count
 from ddp_kit.errors import PoolError
-from ddp_kit.notebook.dark_theme import INVERTED
+from ddp_kit.notebook.live import INVERTED
 from ddp_kit.pool import Result, check_world_size, interruptible, run, view
 from ddp_kit.pool.ipython import has_front_end
 

@@ -20,7 +20,7 @@ from ddp_kit import pool
 from ddp_kit.error_text import name_ranks
 from ddp_kit.errors import PoolError
 from ddp_kit.pool import ipython
-from ddp_kit.pool.wire.frames import Captured, FrameCopy, Summary, known, shorten
+from ddp_kit.pool.wire.messages import Captured, FrameCopy, Summary, known, shorten
 
 LONGEST_VALUE = 200  # characters of a variable in the list of all
 # Commands of pdb that continue a program, change where it stops, or need its exception.

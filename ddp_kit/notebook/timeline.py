@@ -18,7 +18,7 @@ from traitlets import Bytes, Dict, List
 from ddp_kit.error_text import count, name_ranks
 from ddp_kit.errors import PlotError
 from ddp_kit.plot.style import rank_color, text_color
-from ddp_kit.plot.timeline_lanes import absent, unmatched
+from ddp_kit.plot.timeline_data import absent, unmatched
 from ddp_kit.pool.ipython import cell_names
 from ddp_kit.trace import Trace
 from ddp_kit.trace.events import Event

@@ -17,9 +17,8 @@ from ddp_kit.error_text import count
 from ddp_kit.errors import PlotError
 from ddp_kit.plot import picture as pictures
 from ddp_kit.plot import style
-from ddp_kit.plot import timeline_steps as in_steps
 from ddp_kit.plot.style import DASHES, INK, LOST, NO_CALL, PAPER, QUIET, TIMES
-from ddp_kit.plot.timeline_lanes import (
+from ddp_kit.plot.timeline_data import (
     MOST_MARKS,
     MOST_STEPS,
     Arrow,
@@ -27,10 +26,16 @@ from ddp_kit.plot.timeline_lanes import (
     Flight,
     Lanes,
     Link,
+    Training,
     busy,
     by_steps,
     by_time,
+    find_training,
     part,
+    rank_table,
+    step_table,
+    steps_table,
+    time_table,
 )
 from ddp_kit.trace import Trace
 from ddp_kit.trace.schedule import Key
@@ -358,7 +363,7 @@ def shares(lanes: Lanes, edges: np.ndarray) -> np.ndarray:
 
 
 def _draw_overview(
-    picture: pictures.Picture, sheet: Axes, top: float, lanes: Lanes, training: in_steps.Training
+    picture: pictures.Picture, sheet: Axes, top: float, lanes: Lanes, training: Training
 ) -> None:
     """Draw the whole run: a block for each training step and, in time, the lanes of all ranks."""
     begin, end = lanes.limits
@@ -468,7 +473,7 @@ def timeline(
     if not trace.events and not (timed and trace.spans):
         raise PlotError("the trace is empty: the ranks sent nothing, there is nothing to draw")
     whole = by_time(trace) if timed else by_steps(trace)
-    training = in_steps.find_training(trace, whole, step)
+    training = find_training(trace, whole, step)
     window = busy(whole) if timed else whole.limits
     lanes = part(whole, *window)
     cut = _say_cut(whole, window)
@@ -485,16 +490,16 @@ def timeline(
         here = "this training step" if training.shown is not None else "this part"
         xlabel = f"time since {here} began (ms)" if timed else f"order of the operations in {here}"
     if timed:
-        text_table = in_steps.time_table(title, whole)
-        text_table += f"\n{in_steps.time_table(shown, large.lanes)}" if training else ""
+        text_table = time_table(title, whole)
+        text_table += f"\n{time_table(shown, large.lanes)}" if training else ""
         text_table += f"\n{cut}" if cut else ""
     elif training:
-        text_table = in_steps.steps_table(title, trace, training)
-        text_table += f"\n{in_steps.step_table(shown, trace, whole, (begin, end))}"
+        text_table = steps_table(title, trace, training)
+        text_table += f"\n{step_table(shown, trace, whole, (begin, end))}"
     elif large.many:
-        text_table = in_steps.rank_table(title, trace, whole)
+        text_table = rank_table(title, trace, whole)
     else:
-        text_table = in_steps.step_table(title, trace, whole, whole.limits)
+        text_table = step_table(title, trace, whole, whole.limits)
 
     is_median = bool(training) and timed and step is None and training.shown is not None
     parts = [_whole_caption(timed, is_median) if training else "", _caption(large), cut]

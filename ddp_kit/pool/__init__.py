@@ -5,7 +5,7 @@ torchrun.py        `kit.torchrun`: the same on processes that torchrun starts
 arguments.py       what can be run, and on how many ranks
 run_loop.py        one run: the only loop that waits for ranks, and its result or error
 deadlock_watch.py  when a run is judged
-reports.py         what the ranks have reported, and the error if some failed
+result.py          what the ranks have reported: a `Result`, or the error if some failed
 other_hosts.py     the same of ranks on other hosts, and when a host is lost
 ranks.py           the ranks of a pool, and one rank's process: send to it, receive, end it
 launchers.py       who starts the processes: spawn or mpiexec
@@ -25,19 +25,4 @@ from ddp_kit.pool.pool import (
     status,
 )
 from ddp_kit.pool.ranks import end_all
-from ddp_kit.pool.reports import last_failed_run
-from ddp_kit.pool.result import Result
-
-__all__ = [
-    "Result",
-    "WorkerPool",
-    "check_world_size",
-    "end_all",
-    "interruptible",
-    "keep_names",
-    "last_failed_run",
-    "launcher_of",
-    "run",
-    "shutdown",
-    "status",
-]
+from ddp_kit.pool.result import Result, last_failed_run

@@ -28,15 +28,7 @@ from ddp_kit.errors import BackendError, KitError, PoolError
 from ddp_kit.pool.interrupts import holding_interrupt
 from ddp_kit.pool.private_folder import PrivateFolder
 from ddp_kit.pool.rank import bootstrap
-from ddp_kit.pool.ranks import (
-    START_TIMEOUT,
-    Ends,
-    Launcher,
-    Process,
-    RankHandle,
-    Show,
-    stop_ranks,
-)
+from ddp_kit.pool.ranks import START_TIMEOUT, Ends, Launcher, Process, RankHandle, Show, stop_ranks
 from ddp_kit.pool.wire.messages import CALL, RANK_MARK
 
 FIRST = Path(bootstrap.__file__).with_name("without_gc.py")  # what each rank executes first

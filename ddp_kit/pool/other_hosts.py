@@ -1,6 +1,6 @@
 """What the notebook knows of the ranks on other hosts; it reads it in torchrun's store.
 
-Each of these ranks has an observer beside it (`rank/observer.py`), which writes there.
+Each of these ranks has an observer beside it (in `rank/torchrun_worker.py`), which writes there.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from ddp_kit.error_text import Frame, RankFailure, Wait, name_ranks
 from ddp_kit.errors import KitError, PoolError, RankDiedError, RankError
 from ddp_kit.pool import ipython
-from ddp_kit.pool.reports import Reports, rebuild
+from ddp_kit.pool.result import Reports, rebuild
 from ddp_kit.pool.wire import torchrun_store as wire
 from ddp_kit.pool.wire.torchrun_store import LOST, RemoteReport, Sign, Silence, decode
 from ddp_kit.trace import EMPTY, BoardCopy, Clock, Snapshot

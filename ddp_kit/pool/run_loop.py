@@ -33,8 +33,14 @@ from ddp_kit.pool.ranks import (
     current_environment,
     stop_ranks,
 )
-from ddp_kit.pool.reports import Reports, error_of_ranks, error_while_joining, rebuild, remember
-from ddp_kit.pool.result import Result
+from ddp_kit.pool.result import (
+    Reports,
+    Result,
+    error_of_ranks,
+    error_while_joining,
+    rebuild,
+    remember,
+)
 from ddp_kit.pool.wire.messages import KitFailed, Raised, Returned
 from ddp_kit.pool.wire.output import drain
 from ddp_kit.pool.wire.payload import Payload

@@ -19,12 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ddp_kit.backends import LOOPBACK_ENVIRONMENT, choose_backend, threads_per_rank
-from ddp_kit.errors import (
-    BackendError,
-    KitError,
-    MismatchError,
-    PoolError,
-)
+from ddp_kit.errors import BackendError, KitError, MismatchError, PoolError
 from ddp_kit.pool.arguments import (
     check_signature,
     check_timeout,

@@ -25,33 +25,3 @@ from ddp_kit.trace.rank.recording import recording, unrecorded
 from ddp_kit.trace.snapshot import Snapshot, join, read_wait
 from ddp_kit.trace.stacks import describe_line, is_own, own_frame
 from ddp_kit.trace.trace_files import Clock, RankTrace, TraceFolder, join_rank_traces, load_trace
-
-__all__ = [
-    "EMPTY",
-    "FORMING",
-    "IMPORTING",
-    "RAISED",
-    "SERVING",
-    "Board",
-    "BoardCopy",
-    "Clock",
-    "Event",
-    "Group",
-    "InternTable",
-    "Message",
-    "RankTrace",
-    "Snapshot",
-    "Trace",
-    "TraceFolder",
-    "anonymous_file",
-    "describe_line",
-    "is_own",
-    "join",
-    "join_rank_traces",
-    "load_trace",
-    "own_frame",
-    "progress",
-    "read_wait",
-    "recording",
-    "unrecorded",
-]

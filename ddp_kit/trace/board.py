@@ -104,7 +104,6 @@ class Head(NamedTuple):
         return self.waiting >= 0 or self.has(HeadBits.JOINS)
 
     def has(self, bit: int) -> bool:
-        """Return whether a bit holds for the rank."""
         return bool(self.bits & bit)
 
 
@@ -122,7 +121,6 @@ class Row(NamedTuple):
     end: int
 
     def has(self, bit: int) -> bool:
-        """Return whether a bit holds for this event."""
         return bool(self.bits & bit)
 
 
@@ -192,7 +190,6 @@ class Board:
         stacks.answer_on(self._file)
 
     def begin(self, run: int, now: int) -> None:
-        """Begin a run on an empty board."""
         self._run, self._began, self._ended = run, now, 0
         self._events = self._texts = self._counted = self._bits = 0
         self._places = {}
@@ -206,7 +203,6 @@ class Board:
         self._write_head()
 
     def end(self, now: int) -> None:
-        """Write that the worker has ended."""
         self.write_progress(None, None)
         self._ended = now
         self._write_head()
@@ -303,7 +299,6 @@ class Board:
         self._page[_PHASE_AT] = phase
 
     def phase(self) -> int:
-        """Return what the process is doing."""
         return self._page[_PHASE_AT]
 
     def write_progress(self, done: int | None, total: int | None, label: str = "") -> None:
@@ -332,12 +327,10 @@ class Board:
         return self._page[_HANDLED_AT:_COUNTS_AT].partition(b"\0")[0]
 
     def write_end(self, index: int, now: int) -> None:
-        """Write when an event was complete."""
         if self._is_kept(index):
             self._numbers[_row_at(index) + _ROW_END] = now
 
     def write_bit(self, index: int, bit: int) -> None:
-        """Add a bit to those of an event."""
         self._change_bits(index, 0, bit)
 
     def _change_bits(self, index: int, old: int, new: int = 0) -> None:
@@ -366,7 +359,6 @@ class Board:
         self._moves += 1
 
     def head(self) -> Head:
-        """Read the head."""
         return Head(*_HEAD.unpack_from(self._page))
 
     def read(self) -> BoardCopy:
@@ -420,7 +412,6 @@ class Board:
         self._file.close()
 
     def close(self) -> None:
-        """Close the file and unmap its memory."""
         self._numbers.release()
         self._page.close()
         self._file.close()

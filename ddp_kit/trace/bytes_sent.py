@@ -41,27 +41,18 @@ _SCATTER_RING: Algorithm = (
 )
 _TO_ALL: Algorithm = ("direct: (n-1)/n * bytes", _SCATTER_RING[1])
 _BY_FUNCTION: dict[str, Algorithm] = {
-    "all_reduce": _RING,
-    "all_reduce_coalesced": _RING,
-    "all_gather": _GATHER_RING,
-    "all_gather_coalesced": _GATHER_RING,
-    "all_gather_into_tensor": _GATHER_RING,
-    "all_gather_into_tensor_coalesced": _GATHER_RING,
-    "reduce_scatter": _SCATTER_RING,
-    "reduce_scatter_tensor": _SCATTER_RING,
+    **dict.fromkeys(("all_reduce", "all_reduce_coalesced"), _RING),
+    **dict.fromkeys(("all_gather", "all_gather_coalesced"), _GATHER_RING),
+    **dict.fromkeys(("all_gather_into_tensor", "all_gather_into_tensor_coalesced"), _GATHER_RING),
+    **dict.fromkeys(("reduce_scatter", "reduce_scatter_tensor"), _SCATTER_RING),
     "reduce_scatter_tensor_coalesced": _SCATTER_RING,
-    "all_to_all": _TO_ALL,
-    "all_to_all_single": _TO_ALL,
-    "scatter": _TO_ALL,
+    **dict.fromkeys(("all_to_all", "all_to_all_single", "scatter"), _TO_ALL),
     "gather": ("direct: bytes; root 0", lambda n, nbytes, place: nbytes if place else 0),
     "reduce": (
         "ring: bytes; root (n-1)/n of it",
         lambda n, nbytes, place: nbytes if place else (n - 1) * nbytes / n,
     ),
-    "broadcast": (
-        "tree: children * bytes",
-        lambda n, nbytes, place: _children(n, place) * nbytes,
-    ),
+    "broadcast": ("tree: children * bytes", lambda n, nbytes, place: _children(n, place) * nbytes),
 }
 # By the method of ProcessGroup. Those that are not here send no tensors of the caller's.
 _ALGORITHMS: dict[str, Algorithm] = {"send": ("bytes", lambda n, nbytes, _: nbytes)} | {

@@ -180,7 +180,6 @@ class InternTable:
         self._world = ""  # what distinguishes the groups of the present world from earlier ones
 
     def begin(self, run: int, now: int) -> None:
-        """Begin a run on the board."""
         self.board.begin(run, now)
         self._forget()  # a recording inside another one begins without an end
 
@@ -247,7 +246,6 @@ class InternTable:
         return self.board.add_text(text)
 
     def call(self, op: str, group: GroupInfo, call: Call) -> int:
-        """Write what an operation was called with."""
         root = None if call.root is None else group.rank(call.root)
         return self.board.add_text(["call", *_encode(op, group.number, root, call)])
 

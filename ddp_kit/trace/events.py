@@ -258,7 +258,7 @@ class Trace:
 
     def to_chrome(self, path: str | os.PathLike) -> None:
         """Write the trace as a file that ui.perfetto.dev opens. Raises OSError."""
-        from ddp_kit.trace.chrome import write_chrome  # which imports this module
+        from ddp_kit.trace.trace_files import write_chrome  # which imports this module
 
         write_chrome(self, path)
 

@@ -41,7 +41,6 @@ class Schedule:
 
     @property
     def length(self) -> int:
-        """How many steps the run takes."""
         ends = (action.end for own in self.actions for action in own)
         return max([0, *ends, *(step + 1 for step in self.at.values())])
 

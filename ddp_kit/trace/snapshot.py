@@ -58,7 +58,6 @@ class Snapshot:
         return self._event(index, self.board.row(index))
 
     def as_wait(self) -> Wait:
-        """Return where the rank is."""
         event = self.waiting
         return Wait(self.rank, event and event.call, event and event.where)
 
@@ -135,7 +134,6 @@ class Snapshot:
 
     @property
     def unawaited(self) -> list[Event]:
-        """The operations that nobody has waited for."""
         return self._events_where(
             # In a blocking call a thread was about to wait when the worker returned.
             lambda row: (

@@ -130,7 +130,6 @@ def summarize(trace: Trace, timed: bool, rank: int | None) -> Summary:
 def _rows(
     trace: Trace, events: Sequence[Event], steps: Sequence[TrainingStep], span: Interval | None
 ) -> list[Row]:
-    """Return the rows of a rank."""
     kinds: dict[tuple[str, str], list[Event]] = {}
     for event in events:
         # The parts of a call such as scatter_object_list are sent in different ways.

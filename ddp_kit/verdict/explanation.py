@@ -8,13 +8,7 @@ from dataclasses import dataclass
 from ddp_kit.error_text import Call, Wait, name_ranks
 from ddp_kit.errors import DeadlockError, MismatchError
 from ddp_kit.trace.events import Event, format_arguments
-from ddp_kit.verdict.graph import (
-    Channel,
-    RankState,
-    from_any_source,
-    one_is_enough,
-    shortest_cycle,
-)
+from ddp_kit.verdict.graph import Channel, RankState, from_any_source, one_is_enough, shortest_cycle
 
 _COUNT = "Every receive needs a send and every send a receive: count them on both ranks."
 _FOR_TWO = "If the worker is meant for two ranks, pass world_size=2."
@@ -51,7 +45,6 @@ class Verdict:
     absent: tuple[int, ...] = ()
 
     def error(self) -> DeadlockError | MismatchError:
-        """Return the error that the run raises."""
         if self.waits:
             return DeadlockError(self.fact, self.waits, self.hint, self.returned, self.dropped)
         error = MismatchError(self.fact, self.calls, self.hint)

@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 import ddp_kit as kit
 from ddp_kit.check.compared import defined
+from ddp_kit.check.grader import Credit
 from ddp_kit.check.hints import solutions as hunts
-from ddp_kit.check.partial_credit import Credit
 from ddp_kit.course.cells import hunted, solved
 
 sys.path.append(str(Path(__file__).parents[1] / "course"))

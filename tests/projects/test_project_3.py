@@ -21,7 +21,7 @@ sys.path.append(str(Path(__file__).parents[1] / "check"))
 
 from answers import assert_mistake
 
-from ddp_kit.check.random_orders import Failed, Ranks
+from ddp_kit.check.project_3 import Failed, Ranks
 from ddp_kit.lessons.ring_allreduce import chunked_ring, whole_ring
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")

@@ -35,7 +35,7 @@ from torch.distributed import Store
 from ddp_kit.backends.engine import timeout_error
 from ddp_kit.backends.process_group import PythonProcessGroup
 from ddp_kit.backends.shm import segment as segments
-from ddp_kit.backends.shm.collectives import SharedMemoryOperations
+from ddp_kit.backends.shm.operations import SharedMemoryOperations
 from ddp_kit.backends.shm.segment import ENTERED, Segment
 from ddp_kit.errors import BackendError
 

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from ddp_kit.error_text import count
-from ddp_kit.pool.wire.frames import Captured, FrameCopy, Summary, TensorCopy, known
+from ddp_kit.pool.wire.messages import Captured, FrameCopy, Summary, TensorCopy, known
 from ddp_kit.pool.wire.payload import pickle_whole
 from ddp_kit.trace.stacks import is_own
 

@@ -422,6 +422,5 @@ class Imports:
         return stamp is not None
 
     def take(self) -> dict[str, FileStamp]:
-        """Return what was imported since the last call."""
         new, self._new = self._new, {}
         return new
