@@ -20,8 +20,8 @@ from kernels import ROOT
 
 import ddp_kit as kit
 from ddp_kit.pool import last_failed_run
-from ddp_kit.pool.rank import capture as capturing
-from ddp_kit.pool.rank.capture import capture
+from ddp_kit.pool.rank import captured_variables as capturing
+from ddp_kit.pool.rank.captured_variables import capture
 from ddp_kit.pool.wire.messages import Captured, Summary
 
 
