@@ -25,7 +25,10 @@ RANKS = 6  # of the record
 
 @compared("4.a", "whole_ring(tensor)")
 def _whole_ring(rank: int, world_size: int, ring: Callable) -> torch.Tensor:
-    return in_place(rank, world_size, ring, brought(world_size, 5))
+    held = brought(world_size, 5)
+    # A tensor that is overwritten while it is sent may arrive right: often enough, it does not.
+    sums = [in_place(rank, world_size, ring, held) for _ in range(8)]
+    return next((each for each in sums if not each.equal(sum(held))), sums[0])
 
 
 @compared("4.b", "reduce_chunks(chunks)")

@@ -61,10 +61,20 @@ def solved(source: str) -> str:
 
 
 def folded(text: str, summary: str) -> str:
-    """Return markdown, of which what stands above the first heading is shown on demand."""
+    """Return markdown, of which what stands above the first heading is shown on demand.
+
+    A last paragraph there that ends with a colon or a question is not part of it: it introduces
+    the next cell.
+    """
     # A comment in a block of code is no heading.
     answer, heading, rest = re.fullmatch(
         r"((?:^```.*?^```$|.)*?)((?:^#+ |\Z))(.*)", text, re.S | re.M
     ).groups()
-    details = f"<details><summary>{summary}</summary>\n\n{answer.strip()}\n\n</details>"
-    return f"{details}\n\n{heading}{rest}".rstrip()
+    answer = answer.strip()
+    if answer.endswith((":", "?")) and "\n\n" in answer:
+        answer, _, last = answer.rpartition("\n\n")
+        rest = f"{last}\n\n{heading}{rest}"
+    else:
+        rest = heading + rest
+    details = f"<details><summary>{summary}</summary>\n\n{answer}\n\n</details>"
+    return f"{details}\n\n{rest}".rstrip()

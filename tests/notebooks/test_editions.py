@@ -106,6 +106,12 @@ def test_a_comment_in_a_block_of_code_does_not_end_a_folded_answer():
     assert rest == "\n\n## Next\n\nMore."
 
 
+def test_what_introduces_the_next_cell_is_not_folded():
+    assert folded("It is 3.\n\nTry:", "Answer").endswith("It is 3.\n\n</details>\n\nTry:")
+    assert folded("It is 3.\n\nWhy?\n\n## Next", "A").endswith("</details>\n\nWhy?\n\n## Next")
+    assert folded("It is 3:", "Answer").endswith("It is 3:\n\n</details>")
+
+
 def test_exercises_and_solutions_each_have_their_own_text(tmp_path):
     first = new_markdown_cell("Try first.", metadata={"tags": ["exercise"]})
     why = new_markdown_cell("Why.", metadata={"tags": ["solution"]})

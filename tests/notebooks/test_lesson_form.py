@@ -72,6 +72,11 @@ def folded_answers_are_set(notebook: dict) -> Iterator[str]:
             yield f"cell {number} has no empty line at {found[0].strip()}"
         if source.count("<details>") != source.count("</details>"):
             yield f"cell {number} does not close each <details>"
+        if re.search(r"\S #{2,4} ", source):
+            yield f"cell {number} has a heading in the middle of a line"
+        answer = source.partition("\n#")[0].strip()
+        if "answer" in tags(cell) and answer.endswith(":") and "\n\n" not in answer:
+            yield f"cell {number} folds what introduces the next cell: begin a paragraph with it"
 
 
 RULES: list[Callable[[dict], Iterator[str]]] = [
@@ -118,9 +123,9 @@ def predicting(asks: str, judges: str, printed: str = f"The answer is 1. {NONE_M
     return notebook
 
 
-def saying(source: str) -> dict:
+def saying(source: str, *given: str) -> dict:
     notebook = lesson()
-    notebook["cells"][2]["source"] = source
+    notebook["cells"][2] |= {"source": source, "metadata": {"tags": list(given)}}
     return notebook
 
 
@@ -148,6 +153,9 @@ def test_a_call_that_is_commented_out_is_found():
 
 
 def test_an_answer_that_is_not_set_as_markdown_is_found():
+    merged = saying("It is 3. ### Next")
+    answer = saying("It is 3. Here it is drawn:", "answer")
+    assert broken(merged) == broken(answer) == ["folded_answers_are_set"]
     for swallowed in ("\nSo.\n\n</details>", "\n\nSo.\n</details>", "\n\nSo."):
         notebook = saying(f"<details><summary>Answer</summary>{swallowed}")
         assert broken(notebook) == ["folded_answers_are_set"]
