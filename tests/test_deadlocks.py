@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 
 import ddp_kit as kit
 from ddp_kit.error_text import Frame
@@ -177,6 +178,13 @@ def joins_a_thread(rank, world_size):
     thread.join()
 
 
+def joins_a_thread_with_loaded_data(rank, world_size):
+    list(DataLoader([1, 2], num_workers=1))  # PyTorch handles SIGCHLD from here on
+    thread = threading.Thread(target=dist.recv, args=(torch.zeros(1), 1 - rank))
+    thread.start()
+    thread.join()
+
+
 def waits_for_a_task(rank, world_size):
     if rank == 0:
         with ThreadPoolExecutor(2) as threads:
@@ -226,6 +234,7 @@ DEADLOCKS = [
     (waits_for_two_keys, 2, "rank 1 waits for the keys 'one', 'two', which are not all set, but"),
     (waits_for_each_others_keys, 2, "rank 1 waits for the key 'ready 0': neither can ever"),
     (joins_a_thread, 2, "rank 0 waits for rank 1, rank 1 waits for rank 0: neither can ever send"),
+    (joins_a_thread_with_loaded_data, 2, "rank 0 waits for rank 1, rank 1 waits for rank 0: "),
     (waits_for_a_task, 2, "from rank 1, which has returned without sending it"),
     (waits_beside_a_thread, 2, "a message with tag 2 from rank 1, which has returned"),
     (polls, 2, "rank 0 waits in all_reduce for rank 1, which has returned without calling it"),
@@ -836,6 +845,29 @@ def beats(rank, world_size):
     mutual_recv(rank, world_size)
 
 
+def ticks(rank, world_size):
+    timer = threading.Timer(0.1, ticks, (None, None))
+    timer.name, timer.daemon = "timer", True
+    timer.start()
+    if rank is not None:
+        mutual_recv(rank, world_size)
+
+
+async def asks_in_a_thread(rank):
+    await asyncio.to_thread(mutual_recv, rank, 2)
+
+
+def runs_a_loop(rank, world_size):
+    asyncio.run(asks_in_a_thread(rank))
+
+
+def looks_after_a_thread(rank, world_size):
+    thread = threading.Thread(target=mutual_recv, args=(rank, world_size), daemon=True)
+    thread.start()
+    while thread.is_alive():
+        time.sleep(0.1)
+
+
 def serves(rank, world_size):
     loop = asyncio.new_event_loop()
     if rank:
@@ -848,6 +880,12 @@ def serves(rank, world_size):
     [
         (beats, "'heartbeat' of ranks 0 and 1, line 4 of beat: time.sleep(0.1)"),
         (serves, "'loop' of rank 1, line 4 of serves: threading.Thread(target=loop.run_forever"),
+        (ticks, "'timer' of ranks 0 and 1, line 4 of ticks: timer.start()"),
+        (runs_a_loop, "'MainThread' of ranks 0 and 1, line 4 of runs_a_loop: asyncio.run("),
+        (
+            looks_after_a_thread,
+            "'MainThread' of ranks 0 and 1, line 4 of looks_after_a_thread: time.sleep(",
+        ),
     ],
 )
 def test_a_line_names_the_thread_that_keeps_ranks_from_a_verdict(
