@@ -607,6 +607,16 @@ def test_a_rank_that_does_not_report_its_threads_is_left_alone(monkeypatch):
         kit.run(mutual_recv, world_size=2, timeout=2)
 
 
+def test_the_rest_of_an_earlier_answer_is_no_stack():
+    (stack,) = stacks.parse(
+        ' in wait\n  File "old.py", line 3 in old\n'
+        "Current thread 0x000000000000000f (most recent call first):\n"
+        '  File "new.py", line 4 in new\n'
+    )
+    assert [(frame.file, frame.line) for frame in stack] == [("new.py", 4)]
+    assert stack.thread == 15
+
+
 def test_ranks_that_all_wait_are_not_asked_for_their_threads_while_they_can_continue(monkeypatch):
     asked = []
     monkeypatch.setattr(deadlock_watch, "ask_for_stacks", asked.append)

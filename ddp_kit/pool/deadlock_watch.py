@@ -152,8 +152,12 @@ class DeadlockWatch:
 
     def _note_resting(self, snapshots: Sequence[Snapshot], returned: Collection[int]) -> None:
         """Note workers that sleep or wait unseen, but for which their threads were stuck."""
-        unseen = {each.rank for each in snapshots if each.thread_waits and not each.waits}
-        stacks = self._ask_for_stacks(sorted(unseen.difference(returned))) or {}
+        unseen = [
+            each.rank
+            for each in snapshots
+            if each.thread_waits and not each.waits and each.rank not in returned
+        ]
+        stacks = (unseen and self._ask_for_stacks(unseen)) or {}
         resting = {rank: found[0] for rank, found in stacks.items() if found and _rests(found[0])}
         if resting:
             rest = [each.joining() if each.rank in resting else each for each in snapshots]
