@@ -9,6 +9,7 @@ import math
 import os
 import pickle
 import queue
+import re
 import signal
 import sys
 import threading
@@ -856,8 +857,8 @@ def beats(rank, world_size):
 
 
 def ticks(rank, world_size):
-    timer = threading.Timer(0.1, ticks, (None, None))
-    timer.name, timer.daemon = "timer", True
+    timer = threading.Timer(0.4, ticks, (None, None))
+    timer.daemon = True
     timer.start()
     if rank is not None:
         mutual_recv(rank, world_size)
@@ -890,7 +891,6 @@ def serves(rank, world_size):
     [
         (beats, "'heartbeat' of ranks 0 and 1, line 4 of beat: time.sleep(0.1)"),
         (serves, "'loop' of rank 1, line 4 of serves: threading.Thread(target=loop.run_forever"),
-        (ticks, "'timer' of ranks 0 and 1, line 4 of ticks: timer.start()"),
         (runs_a_loop, "'MainThread' of ranks 0 and 1, line 4 of runs_a_loop: asyncio.run("),
         (
             looks_after_a_thread,
@@ -908,6 +908,14 @@ def test_a_line_names_the_thread_that_keeps_ranks_from_a_verdict(
     where, _, first = thread.partition(", line 4 of ")
     assert line.startswith(f"no verdict while this thread may still act: {where}, line ")
     assert first in line
+
+
+def test_a_worker_that_starts_thread_after_thread_gets_this_line_too(monkeypatch, capsys):
+    monkeypatch.setattr(deadlock_watch, "HELD", 1)
+    with pytest.raises(kit.RunTimeoutError):
+        kit.run(ticks, world_size=2, timeout=8)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert re.search(r" act: 'Thread-\d+' of .* of ticks: ", line)
 
 
 def handles_every_signal(rank, world_size):
