@@ -379,6 +379,7 @@ NCCL built in|Duplicate GPU detected
     nccl needs a GPU for each rank: leave out the backend, and put tensors on kit.device().
 not compiled with \w+ enabled|without CUDA support|requires CUDA support|not linked with support for
 accelerator device|torch\.cuda\.is_available\(\) is False|No CUDA GPUs|no NVIDIA driver
+arguments from the '(CUDA|MPS|XPU)' backend
 no CUDA-capable device|invalid device ordinal|dummy base class|CUDA library MUST|NVTX functions
 '_cuda_\w+'|'allocated_bytes|modulo by zero\n.*device_count\(\)
 'NoneType' .* 'type'\n.*(accelerator|device)
@@ -399,6 +400,8 @@ Missing key\(s\) in state_dict: "module\.
     These keys are of a model without DDP: load them into the model before DDP wraps it.
 Unexpected key\(s\) in state_dict: "module\.
     These keys are of a DDP model: save model.module.state_dict() instead.
+AttributeError: '_OpNamespace' '(\w+)' object has no attribute '(\w+)'
+    The rank has no operator \1::\2: define it in the worker, or in a module that it imports.
 debuggers do not work in a rank
     To look at variables in a notebook, raise an error at this line, and enter %ranks debug.
 ^AttributeError: '(\w+)' object has no attribute '(\w+)'\n.*\b(torch|dist|kit)\.\2\b

@@ -9,6 +9,7 @@ import math
 import os
 import pickle
 import queue
+import re
 import signal
 import sys
 import threading
@@ -30,6 +31,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 
 import ddp_kit as kit
 from ddp_kit.error_text import Frame
@@ -177,6 +179,13 @@ def joins_a_thread(rank, world_size):
     thread.join()
 
 
+def joins_a_thread_with_loaded_data(rank, world_size):
+    list(DataLoader([1, 2], num_workers=1))  # PyTorch handles SIGCHLD from here on
+    thread = threading.Thread(target=dist.recv, args=(torch.zeros(1), 1 - rank))
+    thread.start()
+    thread.join()
+
+
 def waits_for_a_task(rank, world_size):
     if rank == 0:
         with ThreadPoolExecutor(2) as threads:
@@ -226,6 +235,7 @@ DEADLOCKS = [
     (waits_for_two_keys, 2, "rank 1 waits for the keys 'one', 'two', which are not all set, but"),
     (waits_for_each_others_keys, 2, "rank 1 waits for the key 'ready 0': neither can ever"),
     (joins_a_thread, 2, "rank 0 waits for rank 1, rank 1 waits for rank 0: neither can ever send"),
+    (joins_a_thread_with_loaded_data, 2, "rank 0 waits for rank 1, rank 1 waits for rank 0: "),
     (waits_for_a_task, 2, "from rank 1, which has returned without sending it"),
     (waits_beside_a_thread, 2, "a message with tag 2 from rank 1, which has returned"),
     (polls, 2, "rank 0 waits in all_reduce for rank 1, which has returned without calling it"),
@@ -598,6 +608,16 @@ def test_a_rank_that_does_not_report_its_threads_is_left_alone(monkeypatch):
         kit.run(mutual_recv, world_size=2, timeout=2)
 
 
+def test_the_rest_of_an_earlier_answer_is_no_stack():
+    (stack,) = stacks.parse(
+        ' in wait\n  File "old.py", line 3 in old\n'
+        "Current thread 0x000000000000000f (most recent call first):\n"
+        '  File "new.py", line 4 in new\n'
+    )
+    assert [(frame.file, frame.line) for frame in stack] == [("new.py", 4)]
+    assert stack.thread == 15
+
+
 def test_ranks_that_all_wait_are_not_asked_for_their_threads_while_they_can_continue(monkeypatch):
     asked = []
     monkeypatch.setattr(deadlock_watch, "ask_for_stacks", asked.append)
@@ -836,6 +856,29 @@ def beats(rank, world_size):
     mutual_recv(rank, world_size)
 
 
+def ticks(rank, world_size):
+    timer = threading.Timer(0.4, ticks, (None, None))
+    timer.daemon = True
+    timer.start()
+    if rank is not None:
+        mutual_recv(rank, world_size)
+
+
+async def asks_in_a_thread(rank):
+    await asyncio.to_thread(mutual_recv, rank, 2)
+
+
+def runs_a_loop(rank, world_size):
+    asyncio.run(asks_in_a_thread(rank))
+
+
+def looks_after_a_thread(rank, world_size):
+    thread = threading.Thread(target=mutual_recv, args=(rank, world_size), daemon=True)
+    thread.start()
+    while thread.is_alive():
+        time.sleep(0.1)
+
+
 def serves(rank, world_size):
     loop = asyncio.new_event_loop()
     if rank:
@@ -848,6 +891,11 @@ def serves(rank, world_size):
     [
         (beats, "'heartbeat' of ranks 0 and 1, line 4 of beat: time.sleep(0.1)"),
         (serves, "'loop' of rank 1, line 4 of serves: threading.Thread(target=loop.run_forever"),
+        (runs_a_loop, "'MainThread' of ranks 0 and 1, line 4 of runs_a_loop: asyncio.run("),
+        (
+            looks_after_a_thread,
+            "'MainThread' of ranks 0 and 1, line 4 of looks_after_a_thread: time.sleep(",
+        ),
     ],
 )
 def test_a_line_names_the_thread_that_keeps_ranks_from_a_verdict(
@@ -860,6 +908,14 @@ def test_a_line_names_the_thread_that_keeps_ranks_from_a_verdict(
     where, _, first = thread.partition(", line 4 of ")
     assert line.startswith(f"no verdict while this thread may still act: {where}, line ")
     assert first in line
+
+
+def test_a_worker_that_starts_thread_after_thread_gets_this_line_too(monkeypatch, capsys):
+    monkeypatch.setattr(deadlock_watch, "HELD", 1)
+    with pytest.raises(kit.RunTimeoutError):
+        kit.run(ticks, world_size=2, timeout=8)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert re.search(r" act: 'Thread-\d+' of .* of ticks: ", line)
 
 
 def handles_every_signal(rank, world_size):

@@ -26,6 +26,7 @@ ON_GPUS = {
     "device_count": lambda rank: rank % torch.cuda.device_count(),
     "pinned": lambda rank: torch.ones(1).pin_memory(),
     "mps": lambda rank: torch.ones(1).to("mps"),
+    "a tensor on mps": lambda rank: torch.ones(1, device="mps"),
     "device_ids": lambda rank: DistributedDataParallel(
         model(), device_ids=[rank], output_device=rank
     ),
@@ -112,6 +113,10 @@ def test_the_level_of_debugging_stays_as_it_was():
             "UnboundLocalError: cannot access local variable 'dist' where it is not associated "
             "with a value\ndist.barrier()",
             "dist is a local variable",
+        ),
+        (
+            "AttributeError: '_OpNamespace' 'mine' object has no attribute 'twice'\ntwice(x)",
+            "no operator mine::twice: define it in the worker",
         ),
         ("AttributeError: 'int' object has no attribute 'barrier'\nother.barrier()", ""),
         ("ValueError: expected 2\nx.to(kit.device())", ""),

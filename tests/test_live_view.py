@@ -440,6 +440,14 @@ def test_what_is_printed_last_is_shown_also_of_a_flood(watch, tmp_path):
         ("abc\n" * 4, ["abc"] * 4),
         ("abc\n" * 5, ["abc", "abc", "... 5 characters are not shown here ...", "abc", "abc"]),
         ("x" * 100, ["x" * 20, "... 60 characters are not shown here ...", "x" * 20]),
+        (
+            "x" * 40 + "\n... 1,234 bytes left out: 200,000 of a run are kept ...\n" + "x" * 40,
+            [
+                "x" * 20,
+                "... 1,234 bytes and 97 characters are not shown here ...",
+                "x" * 20,
+            ],
+        ),
         ("12%\r" * 50 + "99%\n", ["99%"]),
         ("", []),
     ],

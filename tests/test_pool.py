@@ -10,6 +10,7 @@ import inspect
 import io
 import multiprocessing
 import os
+import queue
 import random
 import re
 import subprocess
@@ -251,6 +252,21 @@ def with_a_lock():
     return (lambda rank, world_size: lock), (lambda rank, world_size: helper()), keeps
 
 
+def made_by_libraries():
+    """Return a worker that uses a function, and an operator, that only this process has."""
+
+    @functools.singledispatch
+    def dispatched(x):
+        pass
+
+    @torch.library.custom_op("ddp_kit_test::doubled", mutates_args=())
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    return (lambda rank, world_size: dispatched(rank)), doubled
+
+
+USES_DISPATCHED, DOUBLED = made_by_libraries()
 USES, CALLS, KEEPS = with_a_lock()
 ONLY_CHILDREN = "return values from the worker, or pass a tensor"
 
@@ -267,6 +283,12 @@ ONLY_CHILDREN = "return values from the worker, or pass a tensor"
         ((USES,), "^lock, which the worker uses, cannot be sent to the ranks: lock"),
         ((CALLS,), r"^lock, which helper\(\) uses, cannot be sent"),
         ((KEEPS,), r"it uses something that only this process has \([^;]*$"),
+        ((USES_DISPATCHED,), "^dispatched, which the worker uses, .* define it inside the worker"),
+        (
+            (total, DOUBLED),
+            "^argument 0 .* CustomOpDef .* define it inside the worker, or in a mod",
+        ),
+        ((total, queue.Queue()), ONLY_CHILDREN),
         ((total, multiprocessing.Queue()), ONLY_CHILDREN),
         ((total, multiprocessing.Event()), ONLY_CHILDREN),
         ((total, multiprocessing.Pipe()[0]), ONLY_CHILDREN),
@@ -475,6 +497,24 @@ def test_a_long_value_is_cut_in_a_cell():
     assert len(text) < 3_300
     assert text.count(" more characters") == 2
     assert "... and 3,502 more characters\nrank 1: 'xxx" in text
+
+
+class Slow:
+    shown = 0
+
+    def __repr__(self):
+        Slow.shown += 1
+        return "slow"
+
+
+@pytest.mark.parametrize(
+    "value", [[Slow()] * 9_000, ({"all": dict.fromkeys(range(9_000), Slow())},)]
+)
+def test_of_a_long_value_only_what_is_shown_is_written(value):
+    whole = beside_rank(0, repr(value))
+    Slow.shown = 0
+    assert repr(kit.Result((value,), ("",), None)) == whole
+    assert Slow.shown <= 120
 
 
 @pytest.mark.parametrize("make", [dict, namedtuple("Run", "losses note accuracy")])

@@ -22,6 +22,7 @@ from ddp_kit.backends import choose_backend
 from ddp_kit.errors import KitError, PoolError
 from ddp_kit.pool import view
 from ddp_kit.pool.wire import messages, payload
+from ddp_kit.trace import is_own
 
 FILES_A_RANK = 5  # control and print pipe, board, and two that multiprocessing holds
 FILES_ELSEWHERE = 100  # what a notebook's kernel has open for itself, generously
@@ -254,15 +255,24 @@ def _explain(what: str, culprit: Any, reason: Exception) -> str:
     """Return why something cannot be sent, and what would be right."""
     if what.startswith("get_ipython"):
         return "they have no IPython; call subprocess.run instead of !, and Python instead of %"
-    if inspect.isroutine(culprit) or inspect.isclass(culprit):
-        return f"it uses something that only this process has ({reason})"
     advice = "make it inside the worker, or pass numbers, tensors, lists or dicts"
-    if "through inheritance" in str(reason):
+    if _is_made_by_library(culprit):
+        advice = "define it inside the worker, or in a module that the worker imports"
+    elif inspect.isroutine(culprit) or inspect.isclass(culprit):
+        return f"it uses something that only this process has ({reason})"
+    elif "through inheritance" in str(reason) or type(culprit).__name__.endswith("Queue"):
         advice = (
             "the ranks are running already; return values from the worker, or pass a tensor after "
             "share_memory_(), or an object of multiprocessing.Manager(), such as its Queue()"
         )
     return f"{type(culprit).__name__} ({reason}); {advice}"
+
+
+def _is_made_by_library(value: Any) -> bool:
+    """Return whether a library has made a function or an operator, as torch.compile does."""
+    if inspect.isfunction(value):
+        return not is_own(value.__code__.co_filename)
+    return callable(value) and type(value).__module__.startswith("torch.")
 
 
 def _used_by(user: Callable[..., Any], above: tuple = ()) -> tuple[str, Any, Exception] | None:
@@ -276,6 +286,7 @@ def _used_by(user: Callable[..., Any], above: tuple = ()) -> tuple[str, Any, Exc
         found = payload.find_culprit(value)
         if found and not any(value is one for one in (user, *above)):
             path, culprit, reason = found
-            inside = _used_by(culprit, (*above, user)) if inspect.isfunction(culprit) else None
+            is_own_function = inspect.isfunction(culprit) and not _is_made_by_library(culprit)
+            inside = _used_by(culprit, (*above, user)) if is_own_function else None
             return inside or (f"{name}{path}, which {by} uses,", culprit, reason)
     return None

@@ -73,7 +73,10 @@ class DeadlockWatch:
         if any(head.run != self._run for head in self._heads):
             return None  # a rank has not begun
         self._quiet = self._find_quiet(returned)
-        if not any(self._heads[number].waits for number in self._quiet) or not self._is_due():
+        rest = self._now - max(self._since) >= HELD  # then threads may wait instead of the workers
+        if not rest and not any(self._heads[number].waits for number in self._quiet):
+            return None
+        if not self._is_due():
             return None
         began = time.monotonic()
         verdict = self._judge(returned, left_threads)
@@ -127,6 +130,7 @@ class DeadlockWatch:
             return self._confirm(verdict, snapshots, left)
         if (why := ends_by_its_limit(snapshots, gone)) is not None:
             self._note_limited(why, snapshots, left)
+        self._note_resting(snapshots, gone)
         if crowded := [snapshot.rank for snapshot in snapshots if snapshot.is_crowded]:
             self._note_held(self._quiet, _CROWDED.format(name_ranks(crowded)))
         return None
@@ -145,6 +149,20 @@ class DeadlockWatch:
         if why.fact not in self._said:  # it may try again and again
             self._said.add(why.fact)
             self.notices.append(why.fact)
+
+    def _note_resting(self, snapshots: Sequence[Snapshot], returned: Collection[int]) -> None:
+        """Note workers that sleep or wait unseen, but for which their threads were stuck."""
+        unseen = [
+            each.rank
+            for each in snapshots
+            if each.thread_waits and not each.waits and each.rank not in returned
+        ]
+        stacks = (unseen and self._ask_for_stacks(unseen)) or {}
+        resting = {rank: found[0] for rank, found in stacks.items() if found and _rests(found[0])}
+        if resting:
+            rest = [each.joining() if each.rank in resting else each for each in snapshots]
+            if judge(rest, returned) is not None:
+                self._note_held(resting, _name_thread(resting, snapshots, "MainThread"))
 
     def why_raised(
         self, snapshots: Sequence[Snapshot], raised: Mapping[int, Raised]
@@ -202,10 +220,10 @@ class DeadlockWatch:
             # Boards of other hosts arrive late. At the moment at which all hosts are asked, none
             # of these ranks may have moved.
             far = self._remote.ask_for_stacks(numbers[len(here) :])
-            if far is None or self._has_moved:
+            if far is None:
                 return None
             answers += far
-        return dict(zip(numbers, answers, strict=True))
+        return None if self._has_moved else dict(zip(numbers, answers, strict=True))
 
     def _note_held(self, ranks: Iterable[int], why: str) -> None:
         """Note, once in a run, what keeps ranks from being judged that have not moved for long."""
@@ -283,11 +301,16 @@ def _is_idle(stack: list[Frame], passes: bool) -> bool:
     return False
 
 
-def _name_thread(acting: Mapping[int, list[Frame]], snapshots: Sequence[Snapshot]) -> str:
-    """Return a line on a thread that may act. acting: the stack of one such thread of each rank."""
+def _name_thread(
+    acting: Mapping[int, list[Frame]], snapshots: Sequence[Snapshot], unknown: str = ""
+) -> str:
+    """Return a line on a thread that may act.
+
+    acting: the stack of one such thread of each rank. unknown: the name of one that is on no board.
+    """
     found: dict[tuple[str, Frame], list[int]] = {}
     for rank, stack in acting.items():
-        name, started = snapshots[rank].threads.get(getattr(stack, "thread", 0), ("", None))
+        name, started = snapshots[rank].threads.get(getattr(stack, "thread", 0), (unknown, None))
         frame = _own_line(stack) or started or stack[0]
         found.setdefault((name or frame.function, frame), []).append(rank)
     (name, frame), ranks = next(iter(found.items()))
@@ -305,6 +328,11 @@ def _located(verdict: Verdict, stacks: dict[int, list[list[Frame]]]) -> Verdict:
 
 def _own_line(stack: list[Frame]) -> Frame | None:
     return next((frame for frame in stack if frame.own), None)
+
+
+def _rests(stack: list[Frame]) -> bool:
+    """Return whether a thread is in a wait of the standard library, or sleeps."""
+    return in_standard_library(stack[0].file) or "sleep(" in stack[0].source
 
 
 def _polls(stack: list[Frame]) -> bool:

@@ -30,6 +30,7 @@ from ddp_kit.trace.stacks import read_handled
 
 LONGEST_REPR = 1_500  # characters of a value, or of displayed text, that are shown
 _LARGEST_PARSED = 1_000_000  # characters of one inside which lists are shortened
+_MANY = LONGEST_REPR // 3  # items of a list or dict whose text is longer than that in any case
 _PIECES = re.compile(r"""([][(){},]|'(?:[^'\\\n]|\\.)*'|"(?:[^"\\\n]|\\.)*")""")
 
 
@@ -43,6 +44,27 @@ def beside_rank(rank: int, text: str) -> str:
     if len(text) > LONGEST_REPR:
         text = f"{text[:LONGEST_REPR]} ... and {len(text) - LONGEST_REPR:,} more characters"
     return head + textwrap.indent(text, " " * len(head)).removeprefix(" " * len(head))
+
+
+def _repr(value: Any, depth: int = 0) -> str:
+    """Return the repr of a value, without items that `beside_rank` leaves out in any case.
+
+    The text of a thousand tensors takes long.
+    """
+    kind = type(value)
+    if kind not in (list, tuple, dict) or depth > 3:
+        return repr(value)
+    items = list(value.items() if kind is dict else value)
+    half = 60 if kind is dict else 10
+    texts = [
+        f"{item[0]!r}: {_repr(item[1], depth + 1)}" if kind is dict else _repr(item, depth + 1)
+        for item in (items if len(items) <= _MANY else items[:half] + items[-half:])
+    ]
+    if len(items) > _MANY:
+        texts.insert(half, "...")
+    begin, end = {list: "[]", tuple: "()", dict: "{}"}[kind]
+    comma = "," if kind is tuple and len(items) == 1 else ""
+    return f"{begin}{', '.join(texts)}{comma}{end}"
 
 
 def _shorten_items(text: str, most: int) -> str:
@@ -102,7 +124,7 @@ class Result:
             return f"{len(self)} ranks returned None"
         lines = []
         for rank, value in enumerate(self.values):
-            lines.append(beside_rank(rank, repr(value)))
+            lines.append(beside_rank(rank, _repr(value)))
         return "\n".join(lines)
 
 

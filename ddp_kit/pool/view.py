@@ -21,6 +21,7 @@ MOST_ROWS = 16  # of a live view
 
 # Sequences that set colours, move the cursor or name a window: "\x1b[31m", "\x1b]0;title\x07".
 _ESCAPE = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]?|\][^\x07\x1b]*(\x07|\x1b\\)?|[ -/]*[0-~]?)")
+_DROPPED = re.compile(r"^\.\.\. ([\d,]+ bytes) left out: ", re.MULTILINE)  # the line of KeptOutput
 
 
 # What a rank does before it calls the worker. A launcher's program adds "starting under mpiexec".
@@ -250,5 +251,8 @@ def _without_middle(lines: list[str], where: str) -> list[str]:
         return lines
     first = text[: most // 2].split("\n")[: most_lines // 2]
     last = text[-(most // 2) :].split("\n")[-(most_lines // 2) :]
-    left_out = len(text) - len("\n".join(first)) - len("\n".join(last))
-    return [*first, f"... {left_out:,} characters are not shown here{where} ...", *last]
+    size = len(text) - len("\n".join(first)) - len("\n".join(last))
+    left_out = f"{size:,} characters"
+    if dropped := _DROPPED.search(text):
+        left_out = f"{dropped[1]} and {left_out}"
+    return [*first, f"... {left_out} are not shown here{where} ...", *last]

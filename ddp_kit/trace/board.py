@@ -43,7 +43,7 @@ TEXTS = 1 << 22  # bytes
 # The numbers of the head, of a row and of a count take 8 bytes each, so that one can be written
 # without the others. These are their places in a Head and in a Row.
 _NUMBER, _OF_ROW = 8, 9  # bytes of a number, numbers of a row
-_MOVES, _BITS, _WAITING, _EVENTS = 0, 1, 2, 4
+_MOVES, _BITS, _WAITING, _EVENTS, _TEXTS = 0, 1, 2, 4, 5
 _ROW_PEER, _ROW_BITS, _ROW_SEQUENCE, _ROW_WAITED, _ROW_END = 2, 3, 5, 7, 8
 _HEAD, _ROW, _COUNT = struct.Struct("=9q"), struct.Struct("=9q"), struct.Struct("=2q")
 
@@ -208,16 +208,18 @@ class Board:
         self._write_head()
 
     def add_text(self, text: Any) -> int:
-        """Write, once, what events have in common; return its number, or 0 if there is no room."""
+        """Write, once, what events have in common; return its number, or 0 if there is no room.
+
+        It is no move: a worker that starts thread after thread may still be stuck.
+        """
         # PyTorch takes NumPy's integers and tensors of one as ranks, tags and splits.
         line = json.dumps(text, default=operator.index).encode() + b"\n"
         if line in self._places or self._texts + len(line) > TEXTS:
             return self._places.get(line, 0)
         at = _TEXTS_AT + self._texts
         self._page[at : at + len(line)] = line
-        self._texts += len(line)
+        self._texts = self._numbers[_TEXTS] = self._texts + len(line)
         self._places[line] = len(self._places) + 1
-        self._write_head()
         return self._places[line]
 
     def add_count(self, text: Any) -> int:

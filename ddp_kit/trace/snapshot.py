@@ -91,6 +91,12 @@ class Snapshot:
         """What is to be said after the run, each with a line of the learner's."""
         return [text[1:] for text in self._texts if isinstance(text, tuple) and text[0] == "note"]
 
+    def joining(self) -> Snapshot:
+        """Return what the board would be if the worker's own thread waited for the others."""
+        head = self.board.head
+        head = head._replace(bits=head.bits | HeadBits.JOINS)
+        return Snapshot(self.rank, self.board._replace(head=head))
+
     @property
     def waits(self) -> tuple[Event, ...]:
         """What the rank waits for; it can go on after any of these. (): it may do anything."""

@@ -190,10 +190,13 @@ def _would_answer(pid: int) -> bool:
 
 
 def parse(text: str) -> list[list[Frame]]:
-    """Return the stacks of all threads, the main thread's first."""
+    """Return the stacks of all threads, the main thread's first.
+
+    On a busy machine, the text may begin with the rest of an earlier answer.
+    """
     stacks: list[list[Frame]] = []
     for line in text.splitlines():
-        if found := _LINE.match(line):
+        if stacks and (found := _LINE.match(line)):
             file, number, function = found.groups()
             stacks[-1].append(describe_line(file, int(number), function))
         elif found := _THREAD.match(line):

@@ -246,11 +246,15 @@ def _find(named: ast.expr, frame: FrameType) -> Any:
 
 
 def may_be_interrupted() -> bool:
-    """Return whether the learner traces or handles signals: that may raise in the main thread."""
+    """Return whether the learner traces or handles signals: that may raise in the main thread.
+
+    Libraries handle signals, too: PyTorch notices so that a worker of a DataLoader has ended.
+    """
     if sys.gettrace() is not None or sys.getprofile() is not None:
         return True
-    handlers = map(signal.getsignal, signal.valid_signals())
-    return any(callable(each) and each is not signal.default_int_handler for each in handlers)
+    handlers = set(map(signal.getsignal, signal.valid_signals())) - {signal.default_int_handler}
+    codes = [getattr(each, "__code__", None) for each in handlers if callable(each)]
+    return any(code is None or is_own(code.co_filename) for code in codes)
 
 
 # --- threads -------------------------------------------------------------------------------
