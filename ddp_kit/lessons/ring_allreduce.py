@@ -1,4 +1,4 @@
-# Made from notebooks/04_ring_allreduce.ipynb by `make editions`: edit that, not this. d90e8511831b
+# Made from notebooks/04_ring_allreduce.ipynb by `make editions`: edit that, not this. d41731dc643b
 """Ring all-reduce: build your own."""
 
 from itertools import product
@@ -120,7 +120,7 @@ def measure(rank, world_size, sizes, rounds):
 SIZES = (2_000, 20_000, 200_000, 2_000_000, 20_000_000)  # bytes
 
 
-def samples(run, sizes=SIZES, rounds=15):
+def samples(run, sizes=SIZES, rounds=25):
     ranks = list(run(measure, sizes, rounds))
     series = {name: [] for name in ranks[0]}
     for name, nbytes in product(series, sizes):
