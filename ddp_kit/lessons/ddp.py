@@ -1,4 +1,4 @@
-# Made from notebooks/08_ddp.ipynb by `make editions`: edit that, not this. 4c24980272fa
+# Made from notebooks/08_ddp.ipynb by `make editions`: edit that, not this. 97bb8798e1e5
 """DistributedDataParallel: what it sends, and when."""
 
 import time
@@ -205,7 +205,7 @@ def step_seconds(rank, world_size, bytes_per_second=None, steps=30):
             stack = Stack().to(kit.device())
             models[name] = nn.parallel.DistributedDataParallel(stack, bucket_cap_mb=cap)
             if bytes_per_second:
-                models[name].register_comm_hook((wire, bytes_per_second), carry_slowly)
+                models[name].register_comm_hook((wire, bytes_per_second), carry_slowly)  # see below
         for step in range(steps + 3):
             for name, model in models.items():
                 dist.barrier()

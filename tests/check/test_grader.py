@@ -54,12 +54,16 @@ def test_a_wrong_call_is_explained_in_a_sentence(call, message):
     assert len(caught.value._render_traceback_()) == 1
 
 
-def test_a_rank_loads_the_graders_of_one_lesson():
+def test_a_check_loads_the_graders_of_its_lesson_alone():
     program = (
-        "import sys; from ddp_kit.pool.wire import messages; messages.serving = True; "
-        "import ddp_kit.check.start_here; print('ddp_kit.check.zero' in sys.modules)"
+        "import sys, ddp_kit as kit; kit.check.exercise_0_a; kit.check.exercise_10_7; "
+        "print('ddp_kit.check.zero' in sys.modules, 'ddp_kit.check.backends' in sys.modules); "
+        "print(kit.check.project_1, len(kit.check.__all__) > 200)"
     )
-    assert subprocess.check_output([sys.executable, "-c", program], text=True) == "False\n"
+    out = subprocess.check_output([sys.executable, "-c", program], text=True).splitlines()
+    assert out[0] == "False True"
+    assert out[1].startswith("<function project_1")
+    assert out[1].endswith("True")
 
 
 def test_other_arguments_are_refused_in_a_sentence():
