@@ -46,9 +46,9 @@ from ddp_kit.error_text import (
     format_death,
     format_returned,
     format_timeout_hint,
-    hint_for,
     signal_name,
 )
+from ddp_kit.hints import hint_for
 
 
 class KitError(Exception):
