@@ -37,6 +37,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from ddp_kit.error_hints import hint_for
 from ddp_kit.error_text import (
     Call,
     RankFailure,
@@ -48,7 +49,6 @@ from ddp_kit.error_text import (
     format_timeout_hint,
     signal_name,
 )
-from ddp_kit.hints import hint_for
 
 
 class KitError(Exception):

@@ -19,9 +19,9 @@ from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
 
 from ddp_kit import pool
+from ddp_kit.error_hints import hint_for
 from ddp_kit.error_text import name_ranks
 from ddp_kit.errors import BackendError, DeadlockError, PoolError, RankError, RunError
-from ddp_kit.hints import hint_for
 from ddp_kit.notebook import debugger
 from ddp_kit.notebook.rank import session
 from ddp_kit.pool import Result, arguments, launcher_of

@@ -1,7 +1,8 @@
 """Decides, from plain data only, whether a run can never end or its ranks disagree, and why.
 
 judge.py decides which Verdict a run gets, from which the run makes its error. graph.py finds ranks
-that can never continue, and explanation.py says why; mismatches.py compares what the ranks called.
+that can never continue, as where tags differ, and explanation.py says why; mismatches.py compares
+what the ranks called.
 """
 
 from ddp_kit.verdict.explanation import Verdict

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddp_kit as kit
-from ddp_kit.hints import hint_for
+from ddp_kit.error_hints import hint_for
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 
