@@ -85,7 +85,7 @@ ONLY_ALL := tests/browser tests/cluster tests/faults tests/lessons tests/project
 
 test: style $(if $(ALL),$(VENV)-graders/.installed)  ## check style, types, tests and every lesson; ALL=1: as CI does; TORCH=2.x.y: with that PyTorch
 	@$(BIN)/python -m compileall -q ddp_kit  # else each rank does, if Python writes no bytecode
-	@echo "$(if $(ALL),Running all tests and lessons: about 40,Running the tests and lessons: about 15) minutes on two idle cores."
+	@echo "$(if $(ALL),Running all tests and lessons: about 40,Running the tests and lessons: about 12) minutes on two idle cores."
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
 	    $(patsubst %,--ignore=%,$(if $(ALL),$(SPAWNED),$(ONLY_ALL)))
 	@[ -z "$(ALL)" ] || $(MAKE) --no-print-directory spawned
