@@ -23,7 +23,7 @@ from ddp_kit import backends, torch_internals
 from ddp_kit.error_text import RankFailure, text_of
 from ddp_kit.pool.rank import displayed
 from ddp_kit.pool.rank.captured_variables import capture
-from ddp_kit.pool.rank.displayed import instead_of, on_import
+from ddp_kit.pool.rank.import_hooks import instead_of, on_import
 from ddp_kit.pool.rank.state import Imports, State, thread_left_running
 from ddp_kit.pool.wire import payload
 from ddp_kit.pool.wire.messages import (
