@@ -6,6 +6,8 @@ PYTHON ?= python3
 VENV := .venv$(TORCH:%=-torch-%)
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# Each rank and each test is a Python of its own, and would compile every module again.
+unexport PYTHONDONTWRITEBYTECODE
 # Processes in which `make test` runs tests: two for each of two cores, because tests also wait.
 # Four need up to 11 GB of memory; with less, take three.
 WORKERS ?= 4
@@ -73,18 +75,18 @@ check: style  ## the quick checks: style, public types, one notebook, a lesson u
 	@$(BIN)/python -m pytest -n 2 --dist load $(QUICK)
 
 # Only ALL=1 runs these. They need Chromium or network namespaces, look at what a kill leaves of many
-# real processes, run the lessons' modules and exercises once more, which the notebooks and graders
-# do too, run the examples of the guide, run the kit on other launchers and backends, give the graders
-# of exercises wrong answers, do a project, or are about PyTorch itself.
+# real processes, run the lessons' modules, scripts and exercises once more, which the notebooks and
+# graders do too, run the examples of the guide, run the kit on other launchers and backends, give the
+# graders of exercises wrong answers, do a project, look at the display, the doctor, the data or the
+# site, or are about PyTorch itself.
 ONLY_ALL := tests/browser tests/cluster tests/faults tests/lessons tests/projects tests/benchmarks/test_gpu.py \
     $(filter-out tests/check/test_grader.py, $(wildcard tests/check/test_*.py)) tests/wrong_programs \
-    $(addprefix tests/course/, test_grading.py test_copy.py) \
-    $(addprefix tests/, test_backend_pools.py test_controls.py test_debugger.py test_hosting.py \
-        test_mpi.py test_readme.py test_shm.py test_status.py test_torch_internals.py test_torchrun.py \
-        test_warm_start.py)
+    $(addprefix tests/course/, test_grading.py test_copy.py) tests/notebooks/test_scripts.py \
+    $(addprefix tests/, test_backend_pools.py test_book.py test_controls.py test_data.py test_debugger.py \
+        test_doctor.py test_hosting.py test_live_view.py test_mpi.py test_readme.py test_rich_output.py \
+        test_shm.py test_status.py test_torch_internals.py test_torchrun.py test_warm_start.py)
 
 test: style $(if $(ALL),$(VENV)-graders/.installed)  ## check style, types, tests and every lesson; ALL=1: as CI does; TORCH=2.x.y: with that PyTorch
-	@$(BIN)/python -m compileall -q ddp_kit  # else each rank does, if Python writes no bytecode
 	@echo "$(if $(ALL),Running all tests and lessons: about 40,Running the tests and lessons: about 12) minutes on two idle cores."
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
 	    $(patsubst %,--ignore=%,$(if $(ALL),$(SPAWNED),$(ONLY_ALL)))

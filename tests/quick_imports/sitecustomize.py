@@ -3,9 +3,6 @@
 Nearly all objects that the import creates stay, and looking for garbage among them takes a fifth
 of the time. The ranks of a pool do the same, see `ddp_kit/pool/rank/without_gc.py`.
 
-rfc3987_syntax builds 38 parsers when jsonschema imports it, for 2 s of CPU time, and pytest and
-JupyterLab import jsonschema. Without it, jsonschema leaves some formats of addresses unchecked.
-
 On a busy machine, a kernel may need more than 10 s to send what a cell has printed; then ipykernel
 would print "IOStream.flush timed out" into the cell.
 
@@ -53,7 +50,6 @@ def with_patience(execute, module):
 
 
 sys.meta_path[:0] = [Import("torch", without_gc), Import("ipykernel.iostream", with_patience)]
-sys.modules["rfc3987_syntax"] = None  # so its import raises an ImportError
 if "DDP_KIT_FORKED_SPAWN" in os.environ:
     import forked_spawn
     import forked_torchrun
