@@ -23,11 +23,12 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from ddp_kit import settings
 from ddp_kit.backends import LOOPBACK, count_cores, mpi, shm, threads_per_rank
 from ddp_kit.data import load_torchvision_operators
 from ddp_kit.error_text import count
-from ddp_kit.pool.arguments import RANK_MEMORY, available_memory, ranks_by_files, ranks_by_memory
-from ddp_kit.pool.pool import WARM_MEMORY, living_ranks
+from ddp_kit.pool.arguments import available_memory, ranks_by_files, ranks_by_memory
+from ddp_kit.pool.pool import living_ranks
 
 TIMEOUT = 5.0  # seconds; a driver or a network folder that hangs may take no longer
 WIDTH = 100  # columns; a notebook shows that many without wrapping
@@ -220,19 +221,19 @@ def memory() -> Finding:
     if limit and limit[0] < total:
         found = f"{_size(free)} free of the {_size(limit[0])} to which this container is limited"
     ranks = ranks_by_memory(living_ranks())
-    if ranks >= RANKS and free < WARM_MEMORY:
+    if ranks >= RANKS and free < settings.WARM_START_MEMORY:
         return problem(
             found,
             f"Enough for {ranks} ranks that do little, but {RANKS} ranks that train need up to "
-            f"{_size(WARM_MEMORY)}, as in lesson 08: call kit.run(worker, world_size=2) there. No "
-            "ranks start in the background.",
+            f"{_size(settings.WARM_START_MEMORY)}, as in lesson 08: call kit.run(worker, "
+            "world_size=2) there. No ranks start in the background.",
         )
     if ranks >= RANKS:
         return Finding(found, f"Enough for {ranks} ranks now, the most that kit.run starts.")
     fewer = f"call kit.run(worker, world_size={ranks}), or " if ranks > 1 else ""
     return problem(
         found,
-        f"Enough for {count(ranks, 'rank')} of {RANK_MEMORY / 1e6:g} MB, but the lessons "
+        f"Enough for {count(ranks, 'rank')} of {settings.RANK_MEMORY / 1e6:g} MB, but the lessons "
         f"use {RANKS}. The system kills a rank when memory runs out: {fewer}shut down other "
         "notebooks.",
     )

@@ -11,6 +11,7 @@ import functools
 import inspect
 import json
 import re
+import runpy
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 BLOCK = re.compile(r"^```\{api\}\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # "rank: whose pass", also after a sentence in the same paragraph; "rtol, atol: allow".
 ITEM = re.compile(r"(?:^|(?<=[.;] ))([a-z_]+(?:, [a-z_]+)*): ")
+SETTINGS = runpy.run_path(str(ROOT / "ddp_kit/settings.py"))  # it imports nothing
 ERROR = re.compile(r"(?<![\w.`])([A-Z]\w+Error)\b")
 
 Node = ast.FunctionDef | ast.ClassDef | ast.Assign
@@ -56,6 +58,7 @@ def signature(node: Node) -> str:
         own = node.args.args[:1] and node.args.args[0].arg == "self"
         text = ast.unparse(node.args)
         text = re.sub(r"^self(, )?", "", text) if own else text
+        text = re.sub(r"\bsettings\.([A-Z_]+)", lambda name: repr(SETTINGS[name[1]]), text)
         return f"({text})" + (f" -> {ast.unparse(node.returns)}" if node.returns else "")
     if isinstance(node, ast.ClassDef):
         if is_a(node, "dataclass"):

@@ -34,6 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import ddp_kit as kit
+from ddp_kit import settings
 from ddp_kit.error_text import Frame
 from ddp_kit.pool import deadlock_watch
 from ddp_kit.trace import Board, InternTable, Snapshot, stacks
@@ -901,7 +902,7 @@ def serves(rank, world_size):
 def test_a_line_names_the_thread_that_keeps_ranks_from_a_verdict(
     worker, thread, monkeypatch, capsys
 ):
-    monkeypatch.setattr(deadlock_watch, "HELD", 1)
+    monkeypatch.setattr(settings, "NO_VERDICT_SAID_AFTER", 1)
     with pytest.raises(kit.RunTimeoutError):
         kit.run(worker, world_size=2, timeout=4)
     (line,) = capsys.readouterr().out.splitlines()
@@ -911,7 +912,7 @@ def test_a_line_names_the_thread_that_keeps_ranks_from_a_verdict(
 
 
 def test_a_worker_that_starts_thread_after_thread_gets_this_line_too(monkeypatch, capsys):
-    monkeypatch.setattr(deadlock_watch, "HELD", 1)
+    monkeypatch.setattr(settings, "NO_VERDICT_SAID_AFTER", 1)
     with pytest.raises(kit.RunTimeoutError):
         kit.run(ticks, world_size=2, timeout=8)
     (line,) = capsys.readouterr().out.splitlines()
@@ -926,7 +927,7 @@ def handles_every_signal(rank, world_size):
 
 
 def test_a_line_says_that_a_rank_does_not_answer(monkeypatch, capsys):
-    monkeypatch.setattr(deadlock_watch, "HELD", 1)
+    monkeypatch.setattr(settings, "NO_VERDICT_SAID_AFTER", 1)
     with pytest.raises(kit.RunTimeoutError):
         kit.run(handles_every_signal, world_size=2, timeout=5)
     (line,) = capsys.readouterr().out.splitlines()
@@ -937,7 +938,8 @@ def test_a_line_says_that_a_rank_has_more_calls_open_than_are_kept(monkeypatch):
     ranks = Ranks(monkeypatch, 2, 1, 0)
     monkeypatch.setattr(Snapshot, "is_crowded", property(lambda snapshot: snapshot.rank == 0))
     watch = deadlock_watch.DeadlockWatch(ranks, 1)
-    for now in (0, 1, deadlock_watch.HELD, deadlock_watch.HELD + 1, 100):
+    said = settings.NO_VERDICT_SAID_AFTER
+    for now in (0, 1, said, said + 1, 100):
         assert watch.look(now, (), ()) is None
     assert watch.notices == [
         "no verdict on rank 0: more than 65,536 calls are open, or as many tags were used"
@@ -1003,13 +1005,13 @@ class Ranks(list):
 
 def test_two_stuck_ranks_are_found_only_when_all_others_have_come_to_rest(monkeypatch):
     when, error = Ranks(monkeypatch, 4, 1, 0).watch(10, moving=(2, 3))
-    assert when == deadlock_watch.QUIET_RANK
+    assert when == settings.RANKS_JUDGED_AFTER
     assert error.fact == "rank 0 waits for rank 1, rank 1 waits for rank 0: neither can ever send"
 
 
 def test_a_run_in_which_nothing_moves_is_judged_late(monkeypatch):
     when, _ = Ranks(monkeypatch, 4, 1, 0).watch(10)
-    assert when == deadlock_watch.QUIET
+    assert when == settings.RUN_JUDGED_AFTER
 
 
 def test_a_rank_that_waits_for_one_that_moves_is_called_stuck(monkeypatch):
@@ -1025,7 +1027,7 @@ def test_a_judge_is_not_told_that_nothing_has_moved_for_long(monkeypatch):
 
 def test_a_rank_that_has_returned_is_expected_to_send_while_others_move(monkeypatch):
     when, error = Ranks(monkeypatch, 3, 1).watch(10, moving=(2,), returned=(1,))
-    assert when == deadlock_watch.QUIET_RANK
+    assert when == settings.RANKS_JUDGED_AFTER
     assert error.returned == (1,)
 
 

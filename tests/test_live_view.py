@@ -21,10 +21,10 @@ from kernels import ENVIRONMENT, Cell
 from processes import wait_until
 
 import ddp_kit as kit
+from ddp_kit import settings
 from ddp_kit.notebook.live import as_table
 from ddp_kit.pool import view as pool_view
 from ddp_kit.pool.view import (
-    MOST_ROWS,
     LiveView,
     RankLine,
     TerminalView,
@@ -35,7 +35,6 @@ from ddp_kit.pool.view import (
     print_output,
 )
 from ddp_kit.trace import Board, Snapshot, read_wait
-from ddp_kit.trace.board import EVENTS
 
 # --- in a notebook -------------------------------------------------------------------------
 
@@ -308,7 +307,8 @@ def test_many_ranks_have_a_row_for_each_thing_that_they_do():
     ]
     endless = [RankLine("computing", None, (1200, None))]  # its length is unknown
     assert words(as_table("", endless)) == [["rank 0", "computing", "", "1,200", ""]]
-    assert len(words(as_table("", waits[:MOST_ROWS]))) == MOST_ROWS
+    most = settings.LIVE_ROWS
+    assert len(words(as_table("", waits[:most]))) == most
 
 
 def test_the_heading_says_how_many_ranks_start_or_work_where_and_for_how_long():
@@ -478,7 +478,7 @@ def waiting_board(events: int = 1) -> Board:
 
 
 def test_a_wait_is_read_as_in_a_snapshot_of_the_whole_board():
-    for events in (1, EVENTS, EVENTS + 3):
+    for events in (1, settings.EVENTS_KEPT, settings.EVENTS_KEPT + 3):
         board = waiting_board(events)
         assert read_wait(board, 7, NOW) == ("recv(src=1, tag=5)", NOW)
         assert Snapshot(0, board.read()).waiting.call == "recv(src=1, tag=5)"

@@ -6,20 +6,19 @@ import pickle
 import threading
 import time
 from dataclasses import replace
-from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 
+from ddp_kit import settings
 from ddp_kit.error_text import Frame, RankFailure
 from ddp_kit.errors import PoolError, RankDiedError, RankError
-from ddp_kit.pool import other_hosts
 from ddp_kit.pool.other_hosts import OtherHosts
 from ddp_kit.pool.result import Reports
 from ddp_kit.pool.wire import torchrun_store
 from ddp_kit.pool.wire.torchrun_store import Answer, RemoteReport, Sign, decode, encode
 from ddp_kit.trace import Board, Snapshot
-from ddp_kit.trace.board import EVENTS, Head
+from ddp_kit.trace.board import Head
 
 
 class Far:
@@ -28,7 +27,7 @@ class Far:
     def __init__(self):
         self.server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         at = "127.0.0.1", self.server.port
-        self.store = torchrun_store.connect(*at, timedelta(seconds=10))
+        self.store = torchrun_store.connect(*at, seconds=10)
         self.hosts = OtherHosts(*at, 2, 2)
         self.signs = {2: 0, 3: 0}
 
@@ -83,7 +82,7 @@ def test_what_is_sent_arrives_as_it_was():
     assert decode(encode(answer)) == answer
 
 
-@pytest.mark.parametrize("rows", [10, EVENTS + 10])
+@pytest.mark.parametrize("rows", [10, settings.EVENTS_KEPT + 10])
 def test_a_board_travels_with_its_newest_events(rows):
     board = waiting_board(rows=rows).read()
     kept = Snapshot(2, torchrun_store.newest(board, 3))
@@ -143,7 +142,7 @@ def test_a_library_of_another_host_is_that_of_this_one(monkeypatch):
     ids=["waits", "has moved", "has just moved", "does not answer"],
 )
 def test_only_a_rank_that_has_not_moved_is_called_stuck(answer, found, far, monkeypatch):
-    monkeypatch.setattr(other_hosts, "CONFIRM", 0.1 if answer is None else 60)
+    monkeypatch.setattr(settings, "HOSTS_CONFIRM_WITHIN", 0.1 if answer is None else 60)
     far.sign(2, moves=7)
     far.hosts.look()
     if answer is not None:
@@ -152,7 +151,7 @@ def test_only_a_rank_that_has_not_moved_is_called_stuck(answer, found, far, monk
 
 
 def test_a_host_that_gives_no_more_signs_is_lost(far, monkeypatch):
-    monkeypatch.setattr(other_hosts, "LOST", 0.2)
+    monkeypatch.setattr(settings, "HOST_LOST_AFTER", 0.2)
     deadline = time.monotonic() + 0.5
     while time.monotonic() < deadline:
         far.sign(2)
@@ -203,7 +202,7 @@ def test_the_end_of_torchrun_on_this_host_is_reported(far):
 
 
 def test_a_store_that_is_gone_is_reported(monkeypatch):
-    monkeypatch.setattr(other_hosts, "STORE_TIMEOUT", timedelta(seconds=1))
+    monkeypatch.setattr(settings, "STORE_ANSWERS_WITHIN", 1)
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     port = server.port
     del server

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from itertools import count
 
 import pytest
 import torch.distributed as dist
 
 import ddp_kit as kit
+from ddp_kit import settings
 from ddp_kit.lessons import point_to_point
 from ddp_kit.lessons.init_methods import free_ports
 from ddp_kit.pool.rank import environment
@@ -67,7 +67,7 @@ def test_impossible_rank_info_is_reported_to_whoever_starts_a_lesson(changes, me
 
 def test_an_address_at_which_nothing_listens_is_reported(set_environ, monkeypatch):
     set_environ(MASTER_PORT=str(free_ports(1)[0]))
-    monkeypatch.setattr(environment, "JOIN_TIMEOUT", timedelta(seconds=1))
+    monkeypatch.setattr(settings, "JOIN_TIMEOUT", 1)
     with pytest.raises(kit.PoolError, match=r"did not meet at 127\.0\.0\.1:\d+ within 1 s"):
         environment.store.__wrapped__()
 

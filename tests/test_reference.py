@@ -49,7 +49,9 @@ def test_an_entry_has_the_signature_that_the_name_has(name):
     found, node = imported(name), build.reference.find(name)
     if isinstance(node, ast.Assign) or name.endswith("Error"):
         return
-    read = ast.parse(f"def f{build.reference.signature(node)}: ...").body[0].args
+    signature = build.reference.signature(node)
+    assert "settings." not in signature, "a default is shown as its value"
+    read = ast.parse(f"def f{signature}: ...").body[0].args
     read = [*read.posonlyargs, *read.args, read.vararg, *read.kwonlyargs, read.kwarg]
     assert [one.arg for one in read if one] == list(inspect.signature(found).parameters)
     assert inspect.getdoc(found)

@@ -9,9 +9,9 @@ import pytest
 from kernels import Cell, Kernel
 
 import ddp_kit as kit
+from ddp_kit import settings
 from ddp_kit.notebook.live import show_displayed
 from ddp_kit.pool import view
-from ddp_kit.pool.rank.displayed import LIMIT
 from ddp_kit.pool.view import as_seen
 
 SHARED = """
@@ -129,14 +129,15 @@ def test_of_a_flood_of_displays_the_first_are_shown(notebook):
         "        display(HTML('x' * size))\n"
         "    display(HTML('small'))\n"
     )
-    cell = notebook.run(f"kit.run(worker, {LIMIT // 2 - 1000}, world_size=1)")
+    most = settings.DISPLAYED_KEPT
+    cell = notebook.run(f"kit.run(worker, {most // 2 - 1000}, world_size=1)")
     assert [line[:5] for line in shown(cell)] == ["rank ", "xxxxx"] * 2 + [
         "rank ",
         "small",
         "rank ",
     ]
     assert shown(cell)[-1] == (
-        f"rank 0: ... 1 more left out: a rank may display {LIMIT:,} bytes a run"
+        f"rank 0: ... 1 more left out: a rank may display {most:,} bytes a run"
     )
 
 

@@ -13,6 +13,7 @@ import pytest
 from processes import ended, wait_until
 
 import ddp_kit as kit
+from ddp_kit import settings
 from ddp_kit.pool import keep_names
 from ddp_kit.pool import pool as pool_module
 
@@ -128,7 +129,7 @@ def in_loop(call, until, seconds=30):
 def test_ranks_that_no_run_has_used_for_a_while_end_and_the_next_run_starts_new_ones(monkeypatch):
     with kit.WorkerPool(1) as pool:
         in_loop(lambda: pool.run(pid), lambda: True)  # a loop that is closed before they end
-        monkeypatch.setattr(pool_module, "UNUSED", 0.3)
+        monkeypatch.setattr(settings, "UNUSED_RANKS_END_AFTER", 0.3)
         three = in_loop(lambda: pool.run(pid, world_size=3), lambda: not pool._processes.ranks)
         assert not any(map(psutil.pid_exists, three))
         assert str(last()) == "WorkerPool: no ranks; the next run starts them"
@@ -170,7 +171,7 @@ def test_unused_ranks_stay_in_a_script_and_during_a_run(monkeypatch):
         pool.run(pid, world_size=2)
         pool.run(pid)
         assert pool_module._looks_in is None, "there is no event loop"
-        monkeypatch.setattr(pool_module, "UNUSED", 0.0)
+        monkeypatch.setattr(settings, "UNUSED_RANKS_END_AFTER", 0.0)
         pool._running = True
         in_loop(pool_module._end_unused, lambda: True)
         pool._running = False
@@ -179,7 +180,7 @@ def test_unused_ranks_stay_in_a_script_and_during_a_run(monkeypatch):
 
 @pytest.mark.usefixtures("forked_spawn")
 def test_in_a_notebook_unused_ranks_end_between_two_cells_unless_they_hold_names(kernel):
-    kernel.run("%load_ext ddp_kit\nkit.pool.pool.UNUSED = 1.0")
+    kernel.run("%load_ext ddp_kit\nkit.settings.UNUSED_RANKS_END_AFTER = 1.0")
     kernel.run("%%ranks -n 2\nkept = rank")
     two = kernel.ranks(2)
     time.sleep(2)

@@ -14,6 +14,7 @@ from torch.distributed import send as send_by_name
 from torch.nn.parallel import DistributedDataParallel
 
 import ddp_kit as kit
+from ddp_kit import settings
 from ddp_kit.error_text import Wait
 from ddp_kit.pool.view import draw_bar
 from ddp_kit.trace import (
@@ -714,8 +715,7 @@ def test_equal_tensors_with_other_splits_strides_or_roots_are_other_calls():
 
 
 def test_older_events_make_room_and_the_trace_says_so(page, monkeypatch):
-    for module in ("board", "snapshot"):
-        monkeypatch.setattr(f"ddp_kit.trace.{module}.EVENTS", 8)
+    monkeypatch.setattr(settings, "EVENTS_KEPT", 8)
     for index in range(11):
         add(page, index)
     page.begin_wait(9, 2000, limited=False, shown=True)

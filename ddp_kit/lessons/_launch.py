@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from ddp_kit import backends, pool
+from ddp_kit import backends, pool, settings
 from ddp_kit.backends import mpi
 from ddp_kit.comparison import Comparison
 from ddp_kit.errors import BackendError, KitError, PoolError, ProofError
@@ -159,7 +159,7 @@ def open_ranks(
     elif environment.started_by_hand():
         join = _join_torchrun
     else:
-        size = 4 if world_size is None else world_size
+        size = settings.WORLD_SIZE if world_size is None else world_size
         size = pool.check_world_size(size)
         backends.choose_backend(backend, size)
         kept = _open_folder(trace)
@@ -273,8 +273,8 @@ def lesson_main(
         @functools.wraps(prove_all)
         def main(argv: list[str] | None = None) -> None:
             parser = lesson_parser(name, sys.modules[f"ddp_kit.lessons.{name}"].__doc__ or "")
-            for option, settings in own.items():
-                parser.add_argument(f"--{option}", **settings)
+            for option, details in own.items():
+                parser.add_argument(f"--{option}", **details)
             options = vars(parser.parse_args(argv or []))
             started = [options.pop(each) for each in ("world_size", "backend", "trace")]
             with open_ranks(*started, init=init) as ranks:
@@ -296,7 +296,8 @@ def lesson_parser(name: str, description: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--world-size",
         type=int,
-        help="number of ranks to spawn (default 4; torchrun and mpiexec set their own)",
+        help=f"number of ranks to spawn (default {settings.WORLD_SIZE}; torchrun and mpiexec set "
+        "their own)",
     )
     parser.add_argument(
         "--backend",

@@ -17,7 +17,7 @@ from IPython import get_ipython
 from IPython.core.error import UsageError
 from IPython.display import display
 
-from ddp_kit import errors
+from ddp_kit import errors, settings
 from ddp_kit.error_text import name_ranks
 from ddp_kit.pool import end_all, view
 from ddp_kit.pool.ipython import has_front_end
@@ -26,9 +26,10 @@ from ddp_kit.pool.result import beside_rank
 from ddp_kit.pool.view import RankLine, format_progress, heading, in_short
 from ddp_kit.pool.wire.messages import Bundle
 
-MOST_LINES, MOST_CHARACTERS = 200, 20_000  # of one rank's output that are shown below a cell
-OLD = 10  # seconds without an update after which a view says so; it has one every second
-STALE = f"(not updated for {OLD} s: the kernel was restarted, or the page was opened again)"
+STALE = (
+    f"(not updated for {settings.LIVE_VIEW_OLD_AFTER} s: the kernel was restarted, or the page was "
+    "opened again)"
+)
 
 
 class NotebookView(view.LiveView):
@@ -71,7 +72,8 @@ def as_table(title: str, lines: Sequence[RankLine]) -> str:
     """
     table = "".join(_row(name, line) for name, line in view.rows(lines))
     style = "@keyframes ddp-kit-old { to { visibility: visible } }"
-    old = f'<em style="visibility: hidden; animation: ddp-kit-old 0s {OLD}s forwards">{STALE}</em>'
+    animation = f"ddp-kit-old 0s {settings.LIVE_VIEW_OLD_AFTER}s forwards"
+    old = f'<em style="visibility: hidden; animation: {animation}">{STALE}</em>'
     return f"<style>{style}</style><div>{title} {old}</div><table>{table}</table>"
 
 
@@ -142,7 +144,8 @@ def take_over() -> None:
     view.use(view.View(show_displayed=show_displayed))
     get_ipython().events.register("post_run_cell", _explain_run)
     if hasattr(get_ipython(), "kernel"):  # IPython in a terminal has a terminal's live view
-        view.use(view.View(NotebookView, show_displayed, _draw_waits, MOST_LINES, MOST_CHARACTERS))
+        most = settings.OUTPUT_LINES_SHOWN, settings.OUTPUT_CHARACTERS_SHOWN
+        view.use(view.View(NotebookView, show_displayed, _draw_waits, *most))
         formatter = get_ipython().display_formatter.mimebundle_formatter
         formatter.for_type_by_name("ddp_kit.plot.picture", "Picture", mark_for_dark_theme)
         get_ipython().observe(lambda change: end_all(change["new"]), "exit_now")

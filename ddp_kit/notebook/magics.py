@@ -18,7 +18,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
 
-from ddp_kit import pool
+from ddp_kit import pool, settings
 from ddp_kit.error_hints import hint_for
 from ddp_kit.error_text import name_ranks
 from ddp_kit.errors import BackendError, DeadlockError, PoolError, RankError, RunError
@@ -34,6 +34,8 @@ _MAGIC = re.compile(r"\s*(%%?|!!?)(?P<name>\w\S*)|\s*[\w.]+\?+\s*$")
 
 _NOT_DEFINED = re.compile(r"name '(\w+)' is not defined")
 
+_SIZE_HELP = f"number of ranks; default {settings.WORLD_SIZE}, or as before"
+
 RESULT = "_ranks"  # the notebook's name for the result of the last `%%ranks` cell, or its error
 
 
@@ -48,11 +50,11 @@ class RanksMagics(Magics):
 
     def _forget(self) -> None:
         self.known: dict[str, list[str]] = {}  # the names of rank 0, with the names inside each
-        self._world_size, self._backend = 4, "auto"
+        self._world_size, self._backend = settings.WORLD_SIZE, "auto"
         self._had: dict[str, frozenset[int]] = {}  # ranks on which a cell has run, by launcher
 
     @magic_arguments("%ranks")
-    @argument("-n", "--world-size", type=int, help="number of ranks; default 4, or as before")
+    @argument("-n", "--world-size", type=int, help=_SIZE_HELP)
     @argument("--only", metavar="0,2", help="run the cell on these ranks only")
     @argument("--timeout", type=float, help="seconds for the cell to end on every rank")
     @argument(

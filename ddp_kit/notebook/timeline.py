@@ -15,6 +15,7 @@ import numpy as np
 from IPython import get_ipython
 from traitlets import Bytes, Dict, List
 
+from ddp_kit import settings
 from ddp_kit.error_text import count, name_ranks
 from ddp_kit.errors import PlotError
 from ddp_kit.plot.style import rank_color, text_color
@@ -44,7 +45,7 @@ class TimelineWidget(anywidget.AnyWidget):
     """
 
     # One module: the front end of a widget cannot import another file.
-    _esm = "\n".join(
+    _esm = f"const MOST_LINES = {settings.TIMELINE_LINES};\n" + "\n".join(
         _read(f"{name}.js") for name in ("timeline_data", "timeline_drawing", "timeline")
     )
     _css = _read("timeline.css")

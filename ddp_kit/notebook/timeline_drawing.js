@@ -2,7 +2,6 @@
 
 const LEFT = 66, TOP = 24, RIGHT = 10; // pixels around the lanes; timeline.css has the sides too
 const BIN = 2; // pixels; shorter events are drawn together, as shares of these
-const MOST_LINES = 400; // of messages or of collectives; if more are visible, none is drawn
 const CLOSE = 5; // pixels; lines of collectives that are closer than this would cover the bars
 const LIGHT = {
   noCall: "#e3e8ee", fill: ["#454545", "#bdb3f3", "#8fcdc1"], edge: ["#222222", "#6a5acd", "#2b7f73"],

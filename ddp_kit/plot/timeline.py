@@ -13,14 +13,13 @@ from matplotlib.patches import Polygon
 from matplotlib.ticker import MaxNLocator
 from matplotlib.transforms import Bbox
 
+from ddp_kit import settings
 from ddp_kit.error_text import count
 from ddp_kit.errors import PlotError
 from ddp_kit.plot import picture as pictures
 from ddp_kit.plot import style
 from ddp_kit.plot.style import DASHES, INK, LOST, NO_CALL, PAPER, QUIET, TIMES
 from ddp_kit.plot.timeline_data import (
-    MOST_MARKS,
-    MOST_STEPS,
     Arrow,
     Bar,
     Flight,
@@ -90,8 +89,8 @@ class Panel:
         self.length = 1.003 * ((end - begin) or 1)
         self.scale = WIDE / self.length  # inches of one unit of the axis
         drawn = 2 * len(lanes.arrows) + len(lanes.links)
-        long = not timed and end - begin > MOST_STEPS and bool(lanes.arrows)
-        self.many = drawn > MOST_MARKS or long
+        long = not timed and end - begin > settings.TIMELINE_STEPS and bool(lanes.arrows)
+        self.many = drawn > settings.TIMELINE_MARKS or long
         self.flights = [] if self.many else lanes.flights
         most = 0.78 if self.flights else 0.62
         self.lane = max(0.36, min(most, 6.8 * most / n))  # inches
@@ -120,7 +119,7 @@ class Panel:
         ax.xaxis.set_major_locator(locator)
         if not self.timed:  # lines between the steps
             ax.grid(False)
-            if self.length <= MOST_STEPS + 1:
+            if self.length <= settings.TIMELINE_STEPS + 1:
                 for step in range(1, round(self.length)):
                     ax.axvline(begin + step, color="#ececec", linewidth=0.8, zorder=0.5)
         _draw_spans(ax, self.lanes)

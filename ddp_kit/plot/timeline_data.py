@@ -14,6 +14,7 @@ from itertools import pairwise
 from operator import attrgetter
 from statistics import median_low
 
+from ddp_kit import settings
 from ddp_kit.error_text import name_ranks
 from ddp_kit.errors import PlotError
 from ddp_kit.plot.picture import table
@@ -24,7 +25,6 @@ from ddp_kit.trace.schedule import START, WAIT, Action, Key, Schedule, schedule
 from ddp_kit.trace.training_steps import TrainingStep, training_steps
 
 LEAVES, ARRIVES = 0.06, 0.94  # of a step: where an arrow begins in a bar, and where it ends
-MOST_MARKS, MOST_STEPS = 240, 48  # above, events are drawn as shares of time
 STARTING = 0.25  # of a step: what calls that return at once take before a wait that follows
 
 
@@ -419,7 +419,7 @@ def _are_worth(steps: dict[int, list[TrainingStep]]) -> bool:
 def _are_most(steps: dict[int, list[TrainingStep]], trace: Trace) -> bool:
     """Return whether there are too many events to draw one by one, and most are in steps."""
     inside = sum(len(step.events) for own in steps.values() for step in own)
-    return len(trace.collectives) > MOST_MARKS and 2 * inside > len(trace.events)
+    return len(trace.collectives) > settings.TIMELINE_MARKS and 2 * inside > len(trace.events)
 
 
 def _calls(step: TrainingStep) -> tuple:
@@ -493,7 +493,7 @@ def step_table(title: str, trace: Trace, lanes: Lanes, window: tuple[float, floa
         for step in range(first, round(window[1] - 0.5))
     ]
     header = ["step", *(f"rank {rank}" for rank in range(trace.world_size))]
-    if len(lines) > MOST_STEPS:
+    if len(lines) > settings.TIMELINE_STEPS:
         lines = _join_equal(lines)
     return table(title, header, lines, align="<")
 

@@ -18,6 +18,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import psutil
 
+from ddp_kit import settings
 from ddp_kit.backends import choose_backend
 from ddp_kit.errors import KitError, PoolError
 from ddp_kit.pool import view
@@ -26,10 +27,8 @@ from ddp_kit.trace import is_own
 
 FILES_A_RANK = 5  # control and print pipe, board, and two that multiprocessing holds
 FILES_ELSEWHERE = 100  # what a notebook's kernel has open for itself, generously
-RANK_MEMORY = 250e6  # bytes that a process uses once it has imported torch
 CONTROL_GROUP = Path("/sys/fs/cgroup")  # where a container's limit is
 CACHE = "inactive_file", "active_file"  # of what the group has read; it gives way to processes
-NEVER_REFUSED = 4  # ranks, because a system can also swap
 INSIST = "DDP_KIT_MAX_RANKS"  # the environment variable that overrules free memory
 
 LONGEST = 1e300  # seconds; longer ones cannot be added to a time
@@ -136,11 +135,11 @@ def check_room(size: int, living: int) -> None:
             f"{size}; run `ulimit -n {FILES_ELSEWHERE + FILES_A_RANK * size}` before starting "
             "Jupyter"
         )
-    if size > max(NEVER_REFUSED, most := ranks_by_memory(living)):
+    if size > max(settings.RANKS_NEVER_REFUSED, most := ranks_by_memory(living)):
         raise PoolError(
             f"world_size must be at most {most} now, because a rank needs about "
-            f"{RANK_MEMORY / 1e6:g} MB and {available_memory() / 1e9:.1f} GB are free, got {size}; "
-            "call kit.shutdown() in other notebooks, or insist with "
+            f"{settings.RANK_MEMORY / 1e6:g} MB and {available_memory() / 1e9:.1f} GB are free, "
+            f"got {size}; call kit.shutdown() in other notebooks, or insist with "
             f"os.environ[{INSIST!r}] = '{size}'"
         )
 
@@ -148,7 +147,7 @@ def check_room(size: int, living: int) -> None:
 def ranks_by_memory(living: int) -> int:
     """Return how many ranks fit into the memory that is free, with `living` that run already."""
     insisted = os.environ.get(INSIST, "")
-    fitting = living + int(available_memory() / RANK_MEMORY)
+    fitting = living + int(available_memory() / settings.RANK_MEMORY)
     return max(1, fitting, int(insisted) if insisted.isdecimal() else 0)
 
 

@@ -11,25 +11,23 @@ from dataclasses import replace
 
 import psutil
 
+from ddp_kit import settings
 from ddp_kit.backends import engine
 from ddp_kit.error_text import Frame, name_ranks
 from ddp_kit.pool.other_hosts import OtherHosts
 from ddp_kit.pool.ranks import RankHandle, ask_for_stacks, started_by
 from ddp_kit.pool.wire.messages import Raised
 from ddp_kit.trace import Snapshot
-from ddp_kit.trace.board import EVENTS, Head
+from ddp_kit.trace.board import Head
 from ddp_kit.trace.polling import find_polling_loop
 from ddp_kit.trace.rank import recorder
 from ddp_kit.trace.stacks import in_standard_library
 from ddp_kit.verdict import Verdict, ends_by_its_limit, judge
 
-QUIET = 0.5  # seconds in which nothing moves before a run is judged
-QUIET_RANK = 1.0  # seconds in which a rank does not move before it is judged while others move
 # Seconds until they are judged again, then twice as many, and so on. A small message between two
 # ranks that are both there takes milliseconds, so after this time it is lost.
 AGAIN = 1.2
 SHARE = 0.05  # of the time, at most, is spent on judging a run in which something moves
-HELD = 5.0  # seconds after which a line names the thread that keeps ranks from being judged
 KEY_NOTICED = 0.3  # seconds in which a rank notices that a key was set, after it has answered
 
 
@@ -73,7 +71,8 @@ class DeadlockWatch:
         if any(head.run != self._run for head in self._heads):
             return None  # a rank has not begun
         self._quiet = self._find_quiet(returned)
-        rest = self._now - max(self._since) >= HELD  # then threads may wait instead of the workers
+        # If nothing has moved for so long, threads may wait instead of the workers.
+        rest = self._now - max(self._since) >= settings.NO_VERDICT_SAID_AFTER
         if not rest and not any(self._heads[number].waits for number in self._quiet):
             return None
         if not self._is_due():
@@ -90,10 +89,11 @@ class DeadlockWatch:
         nearly the same time belong in the same verdict.
         """
         everyone = range(len(self._heads))
-        if self._now - max(self._since) >= QUIET:
+        if self._now - max(self._since) >= settings.RUN_JUDGED_AFTER:
             return list(everyone)
         rests = [number for number in everyone if self._heads[number].waits or number in returned]
-        return [number for number in rests if self._now - self._since[number] >= QUIET_RANK]
+        least = settings.RANKS_JUDGED_AFTER
+        return [number for number in rests if self._now - self._since[number] >= least]
 
     def _is_due(self) -> bool:
         """Return whether the quiet ranks are to be judged: not all of them were, or it is time."""
@@ -228,8 +228,8 @@ class DeadlockWatch:
     def _note_held(self, ranks: Iterable[int], why: str) -> None:
         """Note, once in a run, what keeps ranks from being judged that have not moved for long."""
         since = max(self._since[number] for number in ranks)
-        if self._now - since < HELD:
-            self._next = min(self._next, since + HELD)
+        if self._now - since < settings.NO_VERDICT_SAID_AFTER:
+            self._next = min(self._next, since + settings.NO_VERDICT_SAID_AFTER)
         elif not self._is_held:
             self._is_held = True
             self.notices.append(why)
@@ -352,7 +352,10 @@ _SILENT = (
     "no verdict while rank {} does not say what it does: native code may hold Python's lock, or "
     "the worker handles all signals, also the real-time signal that the kit uses"
 )
-_CROWDED = f"no verdict on {{}}: more than {EVENTS:,} calls are open, or as many tags were used"
+_CROWDED = (
+    f"no verdict on {{}}: more than {settings.EVENTS_KEPT:,} calls are open, or as many tags were "
+    "used"
+)
 
 # What a thread does that runs nothing but the standard library, by the files and functions on its
 # stack. It is a guess, because a rank that is stuck cannot be asked; tests/test_deadlocks.py

@@ -23,12 +23,13 @@ from contextlib import contextmanager, suppress
 from multiprocessing import connection, resource_tracker
 from pathlib import Path
 
+from ddp_kit import settings
 from ddp_kit.backends import mpi
 from ddp_kit.errors import BackendError, KitError, PoolError
 from ddp_kit.pool.interrupts import holding_interrupt
 from ddp_kit.pool.private_folder import PrivateFolder
 from ddp_kit.pool.rank import bootstrap
-from ddp_kit.pool.ranks import START_TIMEOUT, Ends, Launcher, Process, RankHandle, Show, stop_ranks
+from ddp_kit.pool.ranks import Ends, Launcher, Process, RankHandle, Show, stop_ranks
 from ddp_kit.pool.wire.messages import CALL, RANK_MARK
 
 FIRST = Path(bootstrap.__file__).with_name("without_gc.py")  # what each rank executes first
@@ -346,7 +347,7 @@ class MPIExecProgram(Program):
         script.append(json.dumps([sys.path, sys.argv, CALL.format]))
         command = [*mpi.mpiexec(world_size), *script]
         environment = os.environ | mpi.environment()
-        super().__init__(world_size, path, command, environment, START_TIMEOUT)
+        super().__init__(world_size, path, command, environment, settings.START_TIMEOUT)
 
     def on_rank_stopped(self) -> None:
         self.end()

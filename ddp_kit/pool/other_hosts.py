@@ -10,22 +10,17 @@ import pickle
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any
 
+from ddp_kit import settings
 from ddp_kit.error_text import Frame, RankFailure, Wait, name_ranks
 from ddp_kit.errors import KitError, PoolError, RankDiedError, RankError
 from ddp_kit.pool import ipython
 from ddp_kit.pool.result import Reports, rebuild
 from ddp_kit.pool.wire import torchrun_store as wire
-from ddp_kit.pool.wire.torchrun_store import LOST, RemoteReport, Sign, Silence, decode
+from ddp_kit.pool.wire.torchrun_store import RemoteReport, Sign, Silence, decode
 from ddp_kit.trace import EMPTY, BoardCopy, Clock, Snapshot
 from ddp_kit.trace.board import Head
-
-STORE_TIMEOUT = timedelta(seconds=30)  # for torchrun's agent on this host to answer
-CONFIRM = 3.0  # seconds for other hosts to confirm that nothing moves there
-REASON = 3.0  # seconds for other hosts to report why connections to them were lost
-CLOSED = 2.0  # seconds of silence after which a host is lost, if connections to it were lost too
 
 
 class OtherHosts:
@@ -49,7 +44,7 @@ class OtherHosts:
         self._agent_is_gone = False
         self._lost: tuple[float, list[int]] | None = None  # seconds, and ranks that were silent
         try:
-            self._store = wire.connect(address, port, STORE_TIMEOUT)
+            self._store = wire.connect(address, port, settings.STORE_ANSWERS_WITHIN)
         except RuntimeError as error:
             raise PoolError(
                 f"torchrun's store at {address}:{port} does not answer: it has ended, or this "
@@ -82,9 +77,10 @@ class OtherHosts:
             self._read_signs()
         except RuntimeError:  # what a store raises that is gone
             self._agent_is_gone = True
-        silent = [rank for rank in self.unfinished if self._silence(rank) > LOST]
+        most = settings.HOST_LOST_AFTER
+        silent = [rank for rank in self.unfinished if self._silence(rank) > most]
         if silent and self._lost is None:
-            self._lost = LOST, silent
+            self._lost = most, silent
 
     def _read_ends(self) -> None:
         text = self._store.get(wire.ENDS).decode() if self._store.check([wire.ENDS]) else ""
@@ -132,9 +128,9 @@ class OtherHosts:
             question = self._store.add(wire.ASKED, 1)
             keys = [f"answer {question} {rank}" for rank in ranks]
             while not self._store.check(keys):
-                if time.monotonic() > asked + CONFIRM:
+                if time.monotonic() > asked + settings.HOSTS_CONFIRM_WITHIN:
                     return None
-                time.sleep(wire.PERIOD / 10)
+                time.sleep(settings.SIGN_OF_LIFE_EVERY / 10)
             passed = time.monotonic() - asked
             answers = [decode(sent) for sent in self._store.multi_get(keys)]
         except RuntimeError:
@@ -174,13 +170,14 @@ class OtherHosts:
         """Wait a few seconds for what other hosts report, if ranks here have lost a connection."""
         if reports.died or reports.broken or not all(r.inside for r in reports.raised.values()):
             return
-        deadline = time.monotonic() + REASON
+        deadline = time.monotonic() + settings.HOSTS_EXPLAIN_WITHIN
         while not self._has_reason and time.monotonic() < deadline:
             time.sleep(0.05)
             self.look()
-        silent = [rank for rank in self.unfinished if self._silence(rank) >= CLOSED]
+        least = settings.CUT_HOST_LOST_AFTER
+        silent = [rank for rank in self.unfinished if self._silence(rank) >= least]
         if silent and not self._has_reason:
-            self._lost = CLOSED, silent
+            self._lost = least, silent
 
     @property
     def _has_reason(self) -> bool:

@@ -24,6 +24,7 @@ from typing import Any
 
 import psutil
 
+from ddp_kit import settings
 from ddp_kit.backends import ON_GPUS, choose_backend
 from ddp_kit.error_text import count
 from ddp_kit.errors import PoolError
@@ -37,9 +38,6 @@ from ddp_kit.pool.result import Result
 from ddp_kit.pool.run_loop import Run
 from ddp_kit.pool.wire.payload import Payload
 from ddp_kit.trace import IMPORTING
-
-UNUSED = 600.0  # seconds after which ranks end that no run has used
-WARM_MEMORY = 2 << 30  # bytes that must be available for ranks to start in the background
 
 
 class WorkerPool:
@@ -63,7 +61,9 @@ class WorkerPool:
     _started_early = False  # before anybody asked for it
 
     @explaining_arguments("kit.WorkerPool(4)")
-    def __init__(self, world_size: int = 4, backend: str = "auto", init: bool = True) -> None:
+    def __init__(
+        self, world_size: int = settings.WORLD_SIZE, backend: str = "auto", init: bool = True
+    ) -> None:
         world_size = arguments.check_world_size(world_size, living=0)
         self._backend = choose_backend(backend, world_size)
         self._asked_backend = backend
@@ -91,7 +91,7 @@ class WorkerPool:
         # of ranks that were started early: a kernel without a run has no file to leave behind.
         join = self._backend not in ON_GPUS and not self._started_early
         self._processes.form(self._world_size, self._backend, join)
-        _look_later(UNUSED)
+        _look_later(settings.UNUSED_RANKS_END_AFTER)
 
     @explaining_arguments("pool.run(worker, *args, world_size=4)")
     def run(
@@ -134,7 +134,7 @@ class WorkerPool:
             return run.execute(packed, backend, timeout)
         finally:
             self._running = False
-            _look_later(UNUSED)
+            _look_later(settings.UNUSED_RANKS_END_AFTER)
 
     def restart(self) -> None:
         """End every process and start fresh ones."""
@@ -202,10 +202,10 @@ def _end_unused() -> None:
     _looks_in, again = None, []
     for pool in list(_all.values()):
         if pool._running:
-            again.append(UNUSED)
+            again.append(settings.UNUSED_RANKS_END_AFTER)
         elif not pool._closed and pool._owner == os.getpid() and pool._processes.ranks:
             with suppress(KeyboardInterrupt), holding_interrupt():
-                again.append(pool._processes.end_unused(UNUSED))
+                again.append(pool._processes.end_unused(settings.UNUSED_RANKS_END_AFTER))
     if seconds := list(filter(None, again)):
         _look_later(min(seconds))
 
@@ -226,7 +226,7 @@ def launcher_of(backend: str) -> str:
 def run(
     worker: Callable[..., Any],
     *args: Any,
-    world_size: int = 4,
+    world_size: int = settings.WORLD_SIZE,
     backend: str = "auto",
     timeout: float | None = None,
 ) -> Result:
@@ -316,10 +316,10 @@ def start_after_cell() -> None:
     """
 
     def start() -> None:
-        if available_memory() < WARM_MEMORY or RankProcesses.ever_created:
+        if available_memory() < settings.WARM_START_MEMORY or RankProcesses.ever_created:
             return
         with suppress(Exception, KeyboardInterrupt):  # it happens beside what the learner does
-            _shared["spawn"] = _EarlyPool(4)
+            _shared["spawn"] = _EarlyPool()
 
     if os.environ.get("DDP_KIT_WARM") != "0":
         ipython.after_cell(start)

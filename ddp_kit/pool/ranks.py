@@ -43,7 +43,6 @@ from ddp_kit.pool.wire.output import RankOutput, drain
 from ddp_kit.pool.wire.payload import Payload
 from ddp_kit.trace import Board, stacks
 
-START_TIMEOUT = 300.0  # seconds for fresh processes to import torch and join a group
 # The beginnings of variables that PyTorch and its libraries read once, in a new process.
 _READ_AT_START = (
     *("CUDA_", "GLOO_", "HIP_", "LD_LIBRARY_PATH", "MKL_", "NCCL_", "OMP_", "OPENBLAS_"),

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any, NamedTuple
 
+from ddp_kit import settings
 from ddp_kit.error_text import FrameCollector, RankFailure, Wait, is_imported
 from ddp_kit.errors import (
     BackendError,
@@ -23,26 +24,25 @@ from ddp_kit.errors import (
     RunTimeoutError,
 )
 from ddp_kit.pool import ipython
-from ddp_kit.pool.ranks import START_TIMEOUT, RankHandle, ask_for_stacks
+from ddp_kit.pool.ranks import RankHandle, ask_for_stacks
 from ddp_kit.pool.wire.messages import KitFailed, Raised, Returned
 from ddp_kit.trace import EMPTY, Snapshot, Trace
 from ddp_kit.trace.stacks import read_handled
 
-LONGEST_REPR = 1_500  # characters of a value, or of displayed text, that are shown
 _LARGEST_PARSED = 1_000_000  # characters of one inside which lists are shortened
-_MANY = LONGEST_REPR // 3  # items of a list or dict whose text is longer than that in any case
+_MANY = settings.VALUE_SHOWN // 3  # items of a list or dict whose text is too long in any case
 _PIECES = re.compile(r"""([][(){},]|'(?:[^'\\\n]|\\.)*'|"(?:[^"\\\n]|\\.)*")""")
 
 
 def beside_rank(rank: int, text: str) -> str:
     """Return a value's text beside the name of its rank; if it is long, shorten what is in it."""
     head = f"rank {rank}: "
-    whole = text
+    whole, shown = text, settings.VALUE_SHOWN
     for most in (20, 6, 2):
-        if len(text) > LONGEST_REPR and len(whole) <= _LARGEST_PARSED:
+        if len(text) > shown and len(whole) <= _LARGEST_PARSED:
             text = _shorten_items(whole, most)
-    if len(text) > LONGEST_REPR:
-        text = f"{text[:LONGEST_REPR]} ... and {len(text) - LONGEST_REPR:,} more characters"
+    if len(text) > shown:
+        text = f"{text[:shown]} ... and {len(text) - shown:,} more characters"
     return head + textwrap.indent(text, " " * len(head)).removeprefix(" " * len(head))
 
 
@@ -240,7 +240,7 @@ def error_while_joining(reports: Reports, ranks: Sequence[RankHandle]) -> KitErr
                 "it printed is above, or in the terminal where Jupyter was started"
             )
     if reports.timeout is not None:
-        return PoolError(f"the ranks were not ready after {START_TIMEOUT:g} s; try again")
+        return PoolError(f"the ranks were not ready after {settings.START_TIMEOUT:g} s; try again")
     return error_of_ranks(reports, ranks)
 
 

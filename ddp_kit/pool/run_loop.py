@@ -12,7 +12,7 @@ import time
 from multiprocessing import connection
 from typing import Any
 
-from ddp_kit import torch_internals
+from ddp_kit import settings, torch_internals
 from ddp_kit.error_text import (
     TracebackFormatter,
     Wait,
@@ -26,13 +26,7 @@ from ddp_kit.pool import ipython, view
 from ddp_kit.pool.deadlock_watch import DeadlockWatch
 from ddp_kit.pool.interrupts import check_main_thread, holding_interrupt, show_interrupt
 from ddp_kit.pool.other_hosts import OtherHosts
-from ddp_kit.pool.ranks import (
-    START_TIMEOUT,
-    RankHandle,
-    RankProcesses,
-    current_environment,
-    stop_ranks,
-)
+from ddp_kit.pool.ranks import RankHandle, RankProcesses, current_environment, stop_ranks
 from ddp_kit.pool.result import (
     Reports,
     Result,
@@ -48,10 +42,7 @@ from ddp_kit.trace import EMPTY, FORMING, IMPORTING, RAISED, Snapshot, join, rea
 from ddp_kit.trace.stacks import read_handled
 from ddp_kit.verdict import Verdict, judge
 
-GRACE = 0.3  # seconds after each failure in which ranks that wait may still report
-LONGEST_GRACE = 1.5  # seconds after the first failure after which no more reports are awaited
 REFRESH = 0.1  # seconds between two updates of the live view
-SHORTEST_WAIT = 200_000_000  # nanoseconds after which the live view shows that a rank waits
 
 
 class Run:
@@ -88,7 +79,7 @@ class Run:
             processes.get_ready(self._world_size, backend, self._show_start)
             self._begin(processes.ranks)
             try:
-                if self._collect(START_TIMEOUT):  # replies to JoinGroup, of whoever owes one
+                if self._collect(settings.START_TIMEOUT):  # replies to JoinGroup that are owed
                     self._begin(processes.ranks[: self._world_size], self._number)
                     processes.call_worker(self._ranks, packed, environment, self._number)
                     self._collect(math.inf if timeout is None else timeout)
@@ -151,9 +142,9 @@ class Run:
             elif not failed and now >= deadline:
                 self._reports.timeout = timeout
                 return False
-            if now >= first_failure + LONGEST_GRACE:
+            if now >= first_failure + settings.LONGEST_FAILURE_GRACE:
                 break
-            if now >= newest_failure + GRACE and all(
+            if now >= newest_failure + settings.FAILURE_GRACE and all(
                 self._snapshot(number).waiting for number in self._waiting
             ):
                 break  # none of them will report by itself
@@ -240,7 +231,8 @@ class Run:
         else:
             doing = "forming the group" if rank.board.phase() == FORMING else "computing"
             now = time.monotonic_ns()
-            if wait := read_wait(rank.board, self._number, now - SHORTEST_WAIT):
+            shown = now - int(settings.LIVE_WAIT_SHOWN_AFTER * 1e9)
+            if wait := read_wait(rank.board, self._number, shown):
                 doing, seconds = f"waiting in {wait[0]}", round((now - wait[1]) / 1e9, 1)
         if doing not in ("done", "raised", "ended") and seconds is None:
             seconds = self._seconds(number, doing, head.moves)

@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ddp_kit import settings
 from ddp_kit.backends import LOOPBACK_ENVIRONMENT, choose_backend, threads_per_rank
 from ddp_kit.errors import BackendError, KitError, MismatchError, PoolError
 from ddp_kit.pool.arguments import (
@@ -52,13 +53,13 @@ _FAILED = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: \d+ \(pid: (\d+)
 def torchrun(
     worker: Callable[..., Any] | str,
     *args: Any,
-    nproc_per_node: int = 4,
+    nproc_per_node: int = settings.WORLD_SIZE,
     nnodes: int = 1,
     master_addr: str | None = None,
     master_port: int | None = None,
     backend: str = "auto",
     timeout: float | None = None,
-    join_timeout: float = 300.0,
+    join_timeout: float = settings.JOIN_TIMEOUT,
 ) -> Result:
     """Call `worker(rank, world_size, *args)` on ranks that torchrun starts; return as `run` does.
 

@@ -12,12 +12,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from ddp_kit import settings
 from ddp_kit.error_text import count
 from ddp_kit.errors import DeadlockError
 from ddp_kit.pool.wire.messages import Bundle
-
-LONGEST_LINE = 100  # characters of a printed line that are shown
-MOST_ROWS = 16  # of a live view
 
 # Sequences that set colours, move the cursor or name a window: "\x1b[31m", "\x1b]0;title\x07".
 _ESCAPE = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]?|\][^\x07\x1b]*(\x07|\x1b\\)?|[ -/]*[0-~]?)")
@@ -76,8 +74,8 @@ def as_seen(line: str) -> str:
 def newest_line(printed: bytes) -> str:
     """Return the beginning of the last line that is not blank, without control characters."""
     lines = printed.decode("utf-8", errors="replace").split("\n")
-    shown = (_ESCAPE.sub("", as_seen(line)).strip()[:LONGEST_LINE] for line in reversed(lines))
-    text = next(filter(None, shown), "")
+    shown = (_ESCAPE.sub("", as_seen(line)).strip() for line in reversed(lines))
+    text = next(filter(None, shown), "")[: settings.LIVE_LINE_SHOWN]
     return "".join(char if char.isprintable() else " " for char in text).strip()
 
 
@@ -140,7 +138,7 @@ def in_short(lines: Sequence[RankLine]) -> str:
 
 def rows(lines: Sequence[RankLine]) -> list[tuple[str, RankLine]]:
     """Return a row for each rank, or of many ranks one for all that do the same."""
-    if len(lines) <= MOST_ROWS:
+    if len(lines) <= settings.LIVE_ROWS:
         return [(f"rank {rank}", line) for rank, line in enumerate(lines)]
     return [(count(many, "rank"), line) for many, line in _kinds(lines)]
 

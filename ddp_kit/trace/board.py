@@ -10,7 +10,7 @@ when both processes are.
     handled   which exception the worker is handling while it waits
     counts    of each channel and each group: how many operations were posted, how many given up
     texts     what events have in common, one JSON line each: channels, calls, lines of code
-    events    the newest `EVENTS`, in a ring
+    events    the newest ones, in a ring
     stacks    which lines its threads run, written when the pool asks
 
 The head is written last: a reader who finds the same head before and after has read a consistent
@@ -30,14 +30,14 @@ from contextlib import suppress
 from multiprocessing import reduction
 from typing import Any, BinaryIO, NamedTuple
 
+from ddp_kit import settings
 from ddp_kit.trace import stacks
 
 # What a rank's process is doing: importing torch, serving its pool, forming a process group,
 # reading the variables of a worker that raised.
 IMPORTING, SERVING, FORMING, RAISED = 0, 1, 2, 3
 
-EVENTS = 1 << 16  # events of a rank that are kept; new ones overwrite the oldest
-COUNTED = EVENTS  # channels and groups of a rank that can be counted
+COUNTED = settings.EVENTS_KEPT  # channels and groups of a rank that can be counted
 TEXTS = 1 << 22  # bytes
 
 # The numbers of the head, of a row and of a count take 8 bytes each, so that one can be written
@@ -54,7 +54,7 @@ _LABEL_AT, _COUNTS_AT = 512, 4096
 _TEXTS_AT = _COUNTS_AT + COUNTED * _COUNT.size
 _ROWS_AT = _TEXTS_AT + TEXTS
 _COUNTS, _ROWS = _COUNTS_AT // _NUMBER, _ROWS_AT // _NUMBER
-_STACKS_AT = _ROWS_AT + EVENTS * _ROW.size
+_STACKS_AT = _ROWS_AT + settings.EVENTS_KEPT * _ROW.size
 _SIZE = _STACKS_AT + (1 << 22)  # what nobody has written takes no memory
 
 
@@ -134,7 +134,7 @@ class BoardCopy(NamedTuple):
 
     def row(self, index: int) -> Row:
         """Return the row of an event that is still kept."""
-        return Row(*_ROW.unpack_from(self.rows, index % EVENTS * _ROW.size))
+        return Row(*_ROW.unpack_from(self.rows, index % settings.EVENTS_KEPT * _ROW.size))
 
     def kept(self) -> Iterator[tuple]:
         """Yield the values of all rows that are kept, in no particular order."""
@@ -246,7 +246,7 @@ class Board:
         index, numbers = self._events, self._numbers
         if slot >= 0:
             numbers[_COUNTS + 2 * slot] = sequence + 1
-        at = _ROWS_AT + index % EVENTS * _ROW.size
+        at = _ROWS_AT + index % settings.EVENTS_KEPT * _ROW.size
         _ROW.pack_into(self._page, at, *row, sequence, start, 0, 0)
         self._events = numbers[_EVENTS] = index + 1
         self._moves = numbers[_MOVES] = self._moves + 1
@@ -261,8 +261,8 @@ class Board:
         polled: it is a loop that does nothing but ask whether the event is complete.
         """
         numbers = self._numbers
-        if index >= self._events - EVENTS:
-            at = _ROWS + index % EVENTS * _OF_ROW
+        if index >= self._events - settings.EVENTS_KEPT:
+            at = _ROWS + index % settings.EVENTS_KEPT * _OF_ROW
             numbers[at + _ROW_WAITED], numbers[at + _ROW_END] = now, 0
         if shown:
             self._bits = (
@@ -276,8 +276,8 @@ class Board:
 
     def end_wait(self, index: int, now: int, shown: bool) -> None:
         """Write that the wait has ended. now: 0 if the event did not complete."""
-        if index >= self._events - EVENTS:
-            self._numbers[_ROWS + index % EVENTS * _OF_ROW + _ROW_END] = now
+        if index >= self._events - settings.EVENTS_KEPT:
+            self._numbers[_ROWS + index % settings.EVENTS_KEPT * _OF_ROW + _ROW_END] = now
         if shown:
             self._numbers[_WAITING] = -1
         else:
@@ -348,7 +348,7 @@ class Board:
             self._numbers[at + _ROW_PEER], self._numbers[at + _ROW_SEQUENCE] = source, sequence
 
     def _is_kept(self, index: int) -> bool:
-        return index >= self._events - EVENTS
+        return index >= self._events - settings.EVENTS_KEPT
 
     def _move(self) -> None:
         """Show a reader, at the end of each change, that there was one."""
@@ -369,7 +369,8 @@ class Board:
             head = self.head()
             counts = self._page[_COUNTS_AT : _COUNTS_AT + head.counted * _COUNT.size]
             texts = self._page[_TEXTS_AT : _TEXTS_AT + head.texts]
-            rows = self._page[_ROWS_AT : _ROWS_AT + min(head.events, EVENTS) * _ROW.size]
+            kept = min(head.events, settings.EVENTS_KEPT)
+            rows = self._page[_ROWS_AT : _ROWS_AT + kept * _ROW.size]
             if self.head() == head:
                 return BoardCopy(head, counts, texts, rows)
         return BoardCopy(head._replace(waiting=-1), counts, texts, rows)
@@ -388,9 +389,10 @@ class Board:
         None: it is not in this run, does not wait, began to wait after `since`, or has moved on.
         """
         head = self.head()
-        if head.run != run or not max(0, head.events - EVENTS) <= head.waiting < head.events:
+        first = max(0, head.events - settings.EVENTS_KEPT)
+        if head.run != run or not first <= head.waiting < head.events:
             return None
-        row = Row(*_ROW.unpack_from(self._page, _ROWS_AT + head.waiting % EVENTS * _ROW.size))
+        row = Row(*_ROW.unpack_from(self._page, _NUMBER * _row_at(head.waiting)))
         texts = self._page[_TEXTS_AT : _TEXTS_AT + head.texts]
         if self.head() != head or row.waited > since or not row.what:
             return None
@@ -421,4 +423,4 @@ class Board:
 
 def _row_at(index: int) -> int:
     """Return the place of an event's row among the numbers of a board."""
-    return _ROWS + index % EVENTS * _OF_ROW
+    return _ROWS + index % settings.EVENTS_KEPT * _OF_ROW

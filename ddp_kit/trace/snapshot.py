@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
+from ddp_kit import settings
 from ddp_kit.error_text import Frame, Wait
-from ddp_kit.trace.board import EVENTS, Board, BoardCopy, HeadBits, Row, RowBits
+from ddp_kit.trace.board import Board, BoardCopy, HeadBits, Row, RowBits
 from ddp_kit.trace.calls import read_call, read_texts
 from ddp_kit.trace.events import Event, Trace
 
@@ -47,7 +48,7 @@ class Snapshot:
 
     @property
     def _older(self) -> int:
-        return max(0, self.board.head.events - EVENTS)
+        return max(0, self.board.head.events - settings.EVENTS_KEPT)
 
     @property
     def waiting(self) -> Event | None:
@@ -156,8 +157,8 @@ class Snapshot:
         for place, values in enumerate(self.board.kept()):
             row = Row(*values)
             if row.what and condition(row):
-                rounds = (self.board.head.events - 1 - place) // EVENTS
-                found.append(self._event(place + rounds * EVENTS, row))
+                rounds = (self.board.head.events - 1 - place) // settings.EVENTS_KEPT
+                found.append(self._event(place + rounds * settings.EVENTS_KEPT, row))
         return sorted(found, key=lambda event: event.index)
 
     @property

@@ -9,7 +9,8 @@ import lab
 from PIL import Image
 from processes import assert_gone
 
-from ddp_kit.notebook.live import OLD, STALE
+from ddp_kit.notebook.live import STALE
+from ddp_kit.settings import LIVE_VIEW_OLD_AFTER
 
 BOUND = 60.0  # seconds; it takes less than 1 where nothing else runs
 
@@ -134,7 +135,7 @@ def test_a_restart_and_the_stop_button_end_stuck_ranks(open_notebook):
     assert not old.is_visible()
     restart(document)
     assert_gone(stuck, "a restart during a run")
-    old.wait_for(state="visible", timeout=1000 * (OLD + BOUND))
+    old.wait_for(state="visible", timeout=1000 * (LIVE_VIEW_OLD_AFTER + BOUND))
     document.select(1)
     stuck = lab.get_stuck(document)
     document.click("notebook:interrupt-kernel")

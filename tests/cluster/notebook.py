@@ -22,7 +22,7 @@ import json, os, signal, sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
 import ddp_kit as kit
-from ddp_kit.pool import other_hosts
+from ddp_kit import settings
 
 FOLDER = {folder!r}
 

@@ -119,13 +119,13 @@ def test_a_deadlock_among_ranks_of_another_host_is_found(notebook):
 
 
 def test_a_rank_or_thread_on_another_host_may_be_slow(notebook):
-    told = notebook(SLOW, before="other_hosts.LOST = 3").told()
+    told = notebook(SLOW, before="settings.HOST_LOST_AFTER = 3").told()
     assert told["error"] is None, told
     assert (told["values"], told["messages"]) == ([2, 1], 3)  # without what a thread sends late
 
 
 def test_a_host_that_is_cut_off_is_reported(notebook):
-    run = notebook(WAITING, before="other_hosts.LOST = 5")
+    run = notebook(WAITING, before="settings.HOST_LOST_AFTER = 5")
     run.wait_for(*RANKS)
     run.hosts[1].link("down")
     told = run.told()
@@ -169,6 +169,6 @@ def test_a_rank_that_dies_on_another_host_is_reported(notebook):
     # On a busy machine: wait long for the reason, and let the agent outlive its rank. If both are
     # gone when the observer looks, it cannot know which ended first.
     late = "--monitor-interval", "10"
-    told = notebook(DYING, before="other_hosts.REASON = 60", options=late).told()
+    told = notebook(DYING, before="settings.HOSTS_EXPLAIN_WITHIN = 60", options=late).told()
     assert told["error"] == "RankDiedError", told
     assert told["text"].startswith("rank 1 died on host 1;"), told

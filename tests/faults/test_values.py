@@ -16,8 +16,8 @@ import torch
 from processes import wait_until
 
 import ddp_kit as kit
+from ddp_kit import settings
 from ddp_kit.pool.wire import payload
-from ddp_kit.pool.wire.output import OUTPUT_LIMIT
 
 
 def test_a_large_tensor_comes_back_without_a_copy_through_the_pipe(monkeypatch):
@@ -235,7 +235,7 @@ def test_of_a_flood_of_prints_the_ends_are_kept_and_memory_stays_bounded():
 
     before = psutil.Process().memory_info().rss
     output = kit.run(flood, world_size=2).output
-    limit = OUTPUT_LIMIT
+    limit = settings.OUTPUT_KEPT
     for text in output:
         assert limit < len(text) < limit + 200
         assert text.startswith("the first line\n")

@@ -15,12 +15,12 @@ from contextlib import suppress
 from types import ModuleType
 from typing import Any
 
+from ddp_kit import settings
 from ddp_kit.pool.rank.import_hooks import on_import
 from ddp_kit.pool.wire.messages import Bundle
 
 FIGURES = "module://ddp_kit.pool.rank.figures"  # pyplot's backend
 WIDGET = "application/vnd.jupyter.widget-view+json"  # names a model that only the rank has
-LIMIT = 10_000_000  # bytes that one rank may display in one run; the rest is left out
 
 
 class Displayed:
@@ -33,7 +33,7 @@ class Displayed:
     def put(self, bundle: Bundle, name: object) -> None:
         """Add what was displayed, or put it in the place of what had its id."""
         more = _size(bundle) - _size(self.bundles.get(name, ({}, {})))
-        if self.size + more > LIMIT:
+        if self.size + more > settings.DISPLAYED_KEPT:
             self.left_out += 1
         else:
             self.bundles[name] = bundle
@@ -153,7 +153,8 @@ def take() -> list[Bundle]:
             pyplot.close("all")
     taken = list(filter(any, _displayed.bundles.values()))
     if _displayed.left_out:
-        line = f"... {_displayed.left_out} more left out: a rank may display {LIMIT:,} bytes a run"
+        limit = f"a rank may display {settings.DISPLAYED_KEPT:,} bytes a run"
+        line = f"... {_displayed.left_out} more left out: {limit}"
         taken.append(({"text/plain": line}, {}))
     clear_output()
     return taken

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ddp_kit import torch_internals
+from ddp_kit import settings, torch_internals
 from ddp_kit.backends import device
 from ddp_kit.errors import PoolError
 from ddp_kit.pool.ipython import shell
@@ -24,8 +24,6 @@ from ddp_kit.pool.wire.torchrun_store import connect
 from ddp_kit.trace import Clock
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-JOIN_TIMEOUT = timedelta(minutes=5)  # for ranks to join, and for each of their collectives
-
 ROUNDS = 20  # questions for the time that one rank of each host asks
 
 _groups = count()  # that this process has joined
@@ -90,12 +88,13 @@ def store() -> dist.Store:
     Raises PoolError if the ranks do not meet there.
     """
     try:
-        found, *_ = next(iter(dist.rendezvous("env://", timeout=JOIN_TIMEOUT)))
+        limit = timedelta(seconds=settings.JOIN_TIMEOUT)
+        found, *_ = next(iter(dist.rendezvous("env://", timeout=limit)))
     except dist.DistError as error:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         why = str(error).splitlines()[0].rstrip(".")
         raise PoolError(
-            f"the ranks did not meet at {address} within {JOIN_TIMEOUT.seconds} s ({why}); that "
+            f"the ranks did not meet at {address} within {settings.JOIN_TIMEOUT:g} s ({why}); that "
             "must be an address of rank 0's host that the other hosts can reach, and the ranks of "
             "every host must have been started"
         ) from error
@@ -108,10 +107,10 @@ def own_store() -> dist.Store:
     Raises what PyTorch raises if there is no store.
     """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return connect(address, port, JOIN_TIMEOUT)
+    return connect(address, port, settings.JOIN_TIMEOUT)
 
 
-def join_group(backend: str, timeout: timedelta = JOIN_TIMEOUT) -> None:
+def join_group(backend: str, timeout: timedelta = timedelta(seconds=settings.JOIN_TIMEOUT)) -> None:
     """Join the process group of all ranks, and wait until they are connected. Raises as `store`.
 
     backend: as PyTorch names it.

@@ -29,7 +29,7 @@ from typing import Any, TextIO
 import psutil
 import torch.distributed as dist
 
-from ddp_kit import backends
+from ddp_kit import backends, settings
 from ddp_kit.errors import PoolError
 from ddp_kit.pool.rank import environment
 from ddp_kit.pool.rank.bootstrap import connect, leave, serve_connected
@@ -277,7 +277,7 @@ class _Observation:
             self._quiet()
             silence.look(self._answers > known or not known)  # the rank itself limits the joining
             known = self._answers
-            if self._is_cut or silence.seconds > wire.LOST:
+            if self._is_cut or silence.seconds > settings.HOST_LOST_AFTER:
                 self._end_rank()
                 return
         self._died.set()
@@ -314,7 +314,7 @@ class _Observation:
                     store.set(f"answer {asked} {self._rank}", encode(self._answer()))
                 if not lived:
                     break
-                self._died.wait(wire.PERIOD)
+                self._died.wait(settings.SIGN_OF_LIFE_EVERY)
             self._report_death(store)
         except RuntimeError:  # what a store raises that is gone
             self._is_cut = True

@@ -6,13 +6,14 @@ import os
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
-OUTPUT_LIMIT = 200_000  # bytes that are kept of what a rank prints in a run: half of them the last
+from ddp_kit import settings
+
 _CHUNK = 1 << 16  # as much as a pipe holds, so one read empties it
 _NEWEST = 1000  # bytes of the latest output that are kept for the live view
 
 
 class KeptOutput:
-    """The beginning and the end of what a rank prints in a run: at most `OUTPUT_LIMIT` bytes."""
+    """The beginning and the end of what a rank prints in a run: at most `OUTPUT_KEPT` bytes."""
 
     def __init__(self) -> None:
         self._beginning, self._end = bytearray(), bytearray()
@@ -20,10 +21,10 @@ class KeptOutput:
 
     def add(self, data: bytes) -> None:
         """Keep the data, and of what was added before only the beginning and the end."""
-        room = OUTPUT_LIMIT // 2 - len(self._beginning)
+        room = settings.OUTPUT_KEPT // 2 - len(self._beginning)
         self._beginning += data[:room]
         self._end += data[room:]
-        if (over := len(self._end) - OUTPUT_LIMIT // 2) > 0:
+        if (over := len(self._end) - settings.OUTPUT_KEPT // 2) > 0:
             del self._end[:over]
             self._dropped += over
 
@@ -33,7 +34,7 @@ class KeptOutput:
         if self._dropped:
             parts = [self._beginning, self._end]
             left_out = f"{self._dropped:,} bytes left out"
-            between = f"\n... {left_out}: {OUTPUT_LIMIT:,} of a run are kept ...\n"
+            between = f"\n... {left_out}: {settings.OUTPUT_KEPT:,} of a run are kept ...\n"
         return between.join(part.decode("utf-8", errors="replace") for part in parts)
 
 

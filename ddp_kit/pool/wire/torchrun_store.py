@@ -27,12 +27,10 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from ddp_kit import settings
 from ddp_kit.error_text import Frame, RankFailure
 from ddp_kit.trace import EMPTY, BoardCopy, Clock
-from ddp_kit.trace.board import EVENTS, Head
-
-PERIOD = 0.25  # seconds between two signs of life
-LOST = 30.0  # seconds without one after which a host is given up
+from ddp_kit.trace.board import Head
 
 ASKED, ENDS, OVER = "asked", "ends", "over"
 # How a rank ended. CUT: it raised in a wait, probably because another rank was gone. TERMINATED: by
@@ -70,9 +68,10 @@ def newest(copy: BoardCopy, many: int) -> BoardCopy:
     first = copy.head.events - many
     if first <= 0:
         return copy
-    rows, size = bytearray(len(copy.rows)), len(copy.rows) // min(copy.head.events, EVENTS)
+    kept = min(copy.head.events, settings.EVENTS_KEPT)
+    rows, size = bytearray(len(copy.rows)), len(copy.rows) // kept
     for index in {*range(first, copy.head.events), max(0, copy.head.waiting)}:
-        at = slice(index % EVENTS * size, (index % EVENTS + 1) * size)
+        at = slice(index % kept * size, (index % kept + 1) * size)
         rows[at] = copy.rows[at]
     return copy._replace(rows=bytes(rows))
 
@@ -136,10 +135,11 @@ class Silence:
         self._looked = now
 
 
-def connect(address: str, port: int, timeout: timedelta) -> dist.Store:
+def connect(address: str, port: int, seconds: float) -> dist.Store:
     """Return a connection of one's own to the store, with keys of their own.
 
     A connection serves one request at a time, so a long wait on one does not delay another.
     """
-    client = dist.TCPStore(address, port, is_master=False, timeout=timeout)
+    limit = timedelta(seconds=seconds)
+    client = dist.TCPStore(address, port, is_master=False, timeout=limit)
     return dist.PrefixStore("ddp_kit ranks", client)
