@@ -26,10 +26,8 @@ from ddp_kit.pool.result import beside_rank
 from ddp_kit.pool.view import RankLine, format_progress, heading, in_short
 from ddp_kit.pool.wire.messages import Bundle
 
-STALE = (
-    f"(not updated for {settings.LIVE_VIEW_OLD_AFTER} s: the kernel was restarted, or the page was "
-    "opened again)"
-)
+_OLD = settings.LIVE_VIEW_OLD_AFTER
+STALE = f"(not updated for {_OLD} s: the kernel was restarted, or the page was opened again)"
 
 
 class NotebookView(view.LiveView):
@@ -72,8 +70,7 @@ def as_table(title: str, lines: Sequence[RankLine]) -> str:
     """
     table = "".join(_row(name, line) for name, line in view.rows(lines))
     style = "@keyframes ddp-kit-old { to { visibility: visible } }"
-    animation = f"ddp-kit-old 0s {settings.LIVE_VIEW_OLD_AFTER}s forwards"
-    old = f'<em style="visibility: hidden; animation: {animation}">{STALE}</em>'
+    old = f'<em style="visibility: hidden; animation: ddp-kit-old 0s {_OLD}s forwards">{STALE}</em>'
     return f"<style>{style}</style><div>{title} {old}</div><table>{table}</table>"
 
 

@@ -35,7 +35,6 @@ _MAGIC = re.compile(r"\s*(%%?|!!?)(?P<name>\w\S*)|\s*[\w.]+\?+\s*$")
 _NOT_DEFINED = re.compile(r"name '(\w+)' is not defined")
 
 _SIZE_HELP = f"number of ranks; default {settings.WORLD_SIZE}, or as before"
-
 RESULT = "_ranks"  # the notebook's name for the result of the last `%%ranks` cell, or its error
 
 

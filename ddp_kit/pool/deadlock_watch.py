@@ -132,7 +132,8 @@ class DeadlockWatch:
             self._note_limited(why, snapshots, left)
         self._note_resting(snapshots, gone)
         if crowded := [snapshot.rank for snapshot in snapshots if snapshot.is_crowded]:
-            self._note_held(self._quiet, _CROWDED.format(name_ranks(crowded)))
+            why = _CROWDED.format(name_ranks(crowded), settings.EVENTS_KEPT)
+            self._note_held(self._quiet, why)
         return None
 
     def _note_limited(
@@ -352,10 +353,7 @@ _SILENT = (
     "no verdict while rank {} does not say what it does: native code may hold Python's lock, or "
     "the worker handles all signals, also the real-time signal that the kit uses"
 )
-_CROWDED = (
-    f"no verdict on {{}}: more than {settings.EVENTS_KEPT:,} calls are open, or as many tags were "
-    "used"
-)
+_CROWDED = "no verdict on {}: more than {:,} calls are open, or as many tags were used"
 
 # What a thread does that runs nothing but the standard library, by the files and functions on its
 # stack. It is a guess, because a rank that is stuck cannot be asked; tests/test_deadlocks.py
