@@ -48,4 +48,4 @@ LIVE_VIEW_OLD_AFTER = 10  # seconds without an update; it has one every second
 
 # --- pictures
 TIMELINE_MARKS, TIMELINE_STEPS = 240, 48  # above, a timeline draws events as shares of time
-TIMELINE_LINES = 400  # messages, or collectives, in sight of one to zoom into; if more, it has none
+TIMELINE_LINES = 400  # of messages or of collectives; `interact` draws none if more are visible

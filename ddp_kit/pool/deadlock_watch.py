@@ -132,8 +132,7 @@ class DeadlockWatch:
             self._note_limited(why, snapshots, left)
         self._note_resting(snapshots, gone)
         if crowded := [snapshot.rank for snapshot in snapshots if snapshot.is_crowded]:
-            why = _CROWDED.format(name_ranks(crowded), settings.EVENTS_KEPT)
-            self._note_held(self._quiet, why)
+            self._note_held(self._quiet, _CROWDED.format(name_ranks(crowded), settings.EVENTS_KEPT))
         return None
 
     def _note_limited(
