@@ -20,8 +20,8 @@ from kernels import ROOT
 
 import ddp_kit as kit
 from ddp_kit.pool import last_failed_run
-from ddp_kit.pool.rank import captured_variables as capturing
-from ddp_kit.pool.rank.captured_variables import capture
+from ddp_kit.pool.rank import post_mortem
+from ddp_kit.pool.rank.post_mortem import capture
 from ddp_kit.pool.wire.messages import Captured, Summary
 
 
@@ -178,7 +178,7 @@ def test_the_limits_hold_and_the_innermost_frame_is_the_fullest(monkeypatch):
     with pytest.raises(ValueError) as raised:  # noqa: PT011
         outer()
     sent = capture(raised.value)
-    assert len(sent) < 3 * capturing.SIZE
+    assert len(sent) < 3 * post_mortem.SIZE
     *_, caller, last = pickle.loads(sent).frames
     assert last.locals["second"].tolist() == [1] * 10
     assert "<Tensor" not in repr(caller.locals["much"][0])
@@ -198,18 +198,18 @@ def test_the_limits_hold_and_the_innermost_frame_is_the_fullest(monkeypatch):
     assert repr(shown[4]).startswith("<str of 2,000,000 characters: 'xxx")
     assert repr(shown[5]).startswith("<dict of 9,999 items: {0: None, 1: None")
 
-    monkeypatch.setattr(capturing, "SECONDS", -1)
+    monkeypatch.setattr(post_mortem, "SECONDS", -1)
     assert [type(value) for value in variables([1], 2)] == [Summary, Summary]
 
 
 def test_a_busy_machine_leaves_values_out(monkeypatch):
-    take = capturing._Capturing.take
+    take = post_mortem._Capturing.take
 
     def late(*args):
-        time.sleep(2 * capturing.SECONDS)  # as if another process had the core
+        time.sleep(2 * post_mortem.SECONDS)  # as if another process had the core
         return take(*args)
 
-    monkeypatch.setattr(capturing._Capturing, "take", late)
+    monkeypatch.setattr(post_mortem._Capturing, "take", late)
     assert variables([1, [2]]) == [[1, [2]]]
 
 
@@ -265,7 +265,7 @@ def test_a_failing_capture_is_empty_and_only_the_learners_functions_are_in_one(m
     (frame,) = pickle.loads(capture(raised.value)).frames
     assert frame.function == sys._getframe().f_code.co_name
     assert capture(ValueError("without a traceback")) == b""
-    monkeypatch.setattr(capturing, "is_own", lambda file: 1 / 0)
+    monkeypatch.setattr(post_mortem, "is_own", lambda file: 1 / 0)
     assert capture(raised.value) == b""
 
 
@@ -277,7 +277,7 @@ def test_nothing_of_the_frames_is_kept_alive(monkeypatch):
     source = "def fails():\n held = Held()\n alive.append(ref(held))\n raise ValueError"
     exec(compile(source, "a cell", "exec"), made)
     # The function that catches the exception is not the learner's in a rank either.
-    monkeypatch.setattr(capturing, "is_own", lambda file: file == "a cell")
+    monkeypatch.setattr(post_mortem, "is_own", lambda file: file == "a cell")
     gc.collect()
     gc.disable()  # nothing may need it
     try:

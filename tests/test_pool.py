@@ -32,7 +32,7 @@ import ddp_kit as kit
 from ddp_kit import doctor_checks as checks
 from ddp_kit.pool import arguments, pool
 from ddp_kit.pool.result import beside_rank
-from ddp_kit.pool.wire import payload
+from ddp_kit.pool.wire import pickling
 
 
 def total(rank, world_size, scale=1):
@@ -409,7 +409,7 @@ def test_what_can_be_imported_is_sent_by_name(module):
 
 
 def test_a_rank_that_reads_its_arguments_leaves_the_file_as_it_is_for_the_others():
-    packed = payload.pack([torch.arange(50_000)])
+    packed = pickling.pack([torch.arange(50_000)])
     os.lseek(packed.file.fileno(), 100, os.SEEK_SET)
     other = os.dup(packed.file.fileno())  # as each rank gets one
     assert torch.equal(packed.unpack()[0], torch.arange(50_000))

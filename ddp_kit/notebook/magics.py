@@ -25,7 +25,7 @@ from ddp_kit.errors import BackendError, DeadlockError, PoolError, RankError, Ru
 from ddp_kit.notebook import debugger
 from ddp_kit.notebook.rank import session
 from ddp_kit.pool import Result, arguments, launcher_of
-from ddp_kit.pool.wire import payload
+from ddp_kit.pool.wire import pickling
 from ddp_kit.progress_file import RANKS_CELL, recording
 
 _RANKS_CELL = re.compile(r"\s*(%%(?!ranks).*\n)*%%ranks\b")  # below %%time, or other cell magics
@@ -208,7 +208,7 @@ class RanksMagics(Magics):
             self._run(push, self._world_size, self._backend)
         except PoolError:
             for name, value in values.items():
-                if found := payload.find_culprit(value, name):
+                if found := pickling.find_culprit(value, name):
                     raise arguments.refusal(*found) from None
             raise
         if only is None or 0 in only:

@@ -22,7 +22,7 @@ from ddp_kit import settings
 from ddp_kit.backends import choose_backend
 from ddp_kit.errors import KitError, PoolError
 from ddp_kit.pool import view
-from ddp_kit.pool.wire import messages, payload
+from ddp_kit.pool.wire import messages, pickling
 from ddp_kit.trace import is_own
 
 FILES_A_RANK = 5  # control and print pipe, board, and two that multiprocessing holds
@@ -76,7 +76,7 @@ def prepare(
     backend: str,
     timeout: float | None,
     living: int,
-) -> tuple[int, str, payload.Payload]:
+) -> tuple[int, str, pickling.Payload]:
     """Return the world size and the backend, and worker and arguments pickled.
 
     living: how many of the ranks run already.
@@ -230,13 +230,13 @@ def check_signature(worker: Callable[..., Any], args: tuple, set_by: str = "worl
         )
 
 
-def pack(worker: Callable[..., Any], args: tuple) -> payload.Payload:
+def pack(worker: Callable[..., Any], args: tuple) -> pickling.Payload:
     """Pickle worker and arguments. Raise PoolError naming what cannot be pickled."""
     try:
-        return payload.pack((worker, args), for_ranks=True)
+        return pickling.pack((worker, args), for_ranks=True)
     except Exception as error:
         reason = error
-    found = payload.find_culprit(args)
+    found = pickling.find_culprit(args)
     if found:  # "[0]['a']" is argument 0['a']
         path, culprit, reason = found
         what = f"argument {path[1:].replace(']', '', 1)}"
@@ -282,7 +282,7 @@ def _used_by(user: Callable[..., Any], above: tuple = ()) -> tuple[str, Any, Exc
         return None  # not a plain function
     by = f"{user.__name__}()" if above else "the worker"
     for name, value in {**used.nonlocals, **used.globals}.items():
-        found = payload.find_culprit(value)
+        found = pickling.find_culprit(value)
         if found and not any(value is one for one in (user, *above)):
             path, culprit, reason = found
             is_own_function = inspect.isfunction(culprit) and not _is_made_by_library(culprit)

@@ -36,7 +36,7 @@ from ddp_kit.pool.private_folder import PrivateFolder, sweep
 from ddp_kit.pool.ranks import RankHandle, RankProcesses, start_variables
 from ddp_kit.pool.result import Result
 from ddp_kit.pool.run_loop import Run
-from ddp_kit.pool.wire.payload import Payload
+from ddp_kit.pool.wire.pickling import Payload
 from ddp_kit.trace import IMPORTING
 
 

@@ -29,7 +29,7 @@ from ddp_kit.errors import KitError, PoolError
 from ddp_kit.pool import ipython, view
 from ddp_kit.pool.interrupts import holding_interrupt
 from ddp_kit.pool.private_folder import PrivateFolder
-from ddp_kit.pool.wire import payload
+from ddp_kit.pool.wire import pickling
 from ddp_kit.pool.wire.messages import (
     RANK_MARK,
     CallWorker,
@@ -40,7 +40,7 @@ from ddp_kit.pool.wire.messages import (
     file_stamp,
 )
 from ddp_kit.pool.wire.output import RankOutput, drain
-from ddp_kit.pool.wire.payload import Payload
+from ddp_kit.pool.wire.pickling import Payload
 from ddp_kit.trace import Board, stacks
 
 # The beginnings of variables that PyTorch and its libraries read once, in a new process.
@@ -116,12 +116,12 @@ class RankHandle:
         """Send one message; a rank that has died is detected by its sentinel, not here."""
         self.owed += 1
         with suppress(BrokenPipeError, ConnectionResetError):
-            payload.send(self.control, message)
+            pickling.send(self.control, message)
 
     def receive(self) -> Any:
         """Return the next reply, or None if the rank ended before it sent one."""
         try:
-            reply = payload.receive(self.control)
+            reply = pickling.receive(self.control)
         except (EOFError, OSError, RuntimeError, UnpicklingError):
             return None  # it ended, perhaps while it sent a reply
         self.owed -= 1
@@ -475,7 +475,7 @@ def _log_settings() -> LogSettings:
     for handler in root.handlers:
         if getattr(handler, "stream", None) in filter(None, streams):
             with suppress(Exception):  # a formatter may be impossible to pickle
-                handlers.append((handler.level, payload.pickle_whole(handler.formatter)))
+                handlers.append((handler.level, pickling.pickle_whole(handler.formatter)))
     loggers = root.manager.loggerDict.copy().items()  # another thread may import, and add one
     levels = {name: at.level for name, at in loggers if isinstance(at, logging.Logger) and at.level}
     return LogSettings(root.level, tuple(handlers), levels)

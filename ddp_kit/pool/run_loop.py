@@ -37,7 +37,7 @@ from ddp_kit.pool.result import (
 )
 from ddp_kit.pool.wire.messages import KitFailed, Raised, Returned
 from ddp_kit.pool.wire.output import drain
-from ddp_kit.pool.wire.payload import Payload
+from ddp_kit.pool.wire.pickling import Payload
 from ddp_kit.trace import EMPTY, FORMING, IMPORTING, RAISED, Snapshot, join, read_wait
 from ddp_kit.trace.stacks import read_handled
 from ddp_kit.verdict import Verdict, judge

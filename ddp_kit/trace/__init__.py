@@ -21,7 +21,7 @@ from ddp_kit.trace.board import (
 from ddp_kit.trace.calls import InternTable
 from ddp_kit.trace.events import Event, Group, Message, Trace
 from ddp_kit.trace.rank.progress import progress
-from ddp_kit.trace.rank.recording import recording, unrecorded
+from ddp_kit.trace.rank.recorded_functions import recording, unrecorded
 from ddp_kit.trace.snapshot import Snapshot, join, read_wait
 from ddp_kit.trace.stacks import describe_line, is_own, own_frame
 from ddp_kit.trace.trace_files import Clock, RankTrace, TraceFolder, join_rank_traces, load_trace

@@ -153,10 +153,10 @@ def test_a_rank_that_dies_costs_its_part():
 
 
 def breaks_the_kit(tensor, src):
-    from ddp_kit.trace.rank import recording
+    from ddp_kit.trace.rank import recorded_functions
 
     broadcast(tensor, src)
-    recording.Recorder = None
+    recorded_functions.Recorder = None
 
 
 def replaces_torch(tensor, src):

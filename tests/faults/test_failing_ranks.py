@@ -519,13 +519,13 @@ def test_a_bug_in_the_kit_itself_is_reported_with_its_traceback(name):
 @pytest.mark.usefixtures("forked_ranks")
 def test_after_a_bug_in_the_kit_all_ranks_are_new():
     def breaks_the_kit_in_the_next_run(rank, world_size, number):
-        from ddp_kit.trace.rank import recording
+        from ddp_kit.trace.rank import recorded_functions
 
         def bug(*args):
             raise LookupError("a bug in the kit")
 
         if rank == number:
-            recording.Recorder = bug
+            recorded_functions.Recorder = bug
 
     kit.run(breaks_the_kit_in_the_next_run, 1, world_size=2)
     with pytest.raises(kit.InternalError):

@@ -17,14 +17,16 @@ from processes import wait_until
 
 import ddp_kit as kit
 from ddp_kit import settings
-from ddp_kit.pool.wire import payload
+from ddp_kit.pool.wire import pickling
 
 
 def test_a_large_tensor_comes_back_without_a_copy_through_the_pipe(monkeypatch):
     piped = []
-    loads = payload.pickle.loads
+    loads = pickling.pickle.loads
     monkeypatch.setattr(
-        payload.pickle, "loads", lambda data, **more: piped.append(len(data)) or loads(data, **more)
+        pickling.pickle,
+        "loads",
+        lambda data, **more: piped.append(len(data)) or loads(data, **more),
     )
     result = kit.run(lambda rank, world_size: torch.full((2_000_000,), rank + 1.0), world_size=2)
     assert [value.sum().item() for value in result] == [2e6, 4e6]
@@ -174,9 +176,9 @@ def test_tensors_on_a_gpu_come_back_on_the_cpu_and_a_line_says_so_once(capsys):
     """A fake GPU: the rank reports that the value came from one."""
 
     def pretend(rank, world_size):
-        from ddp_kit.pool.wire import payload
+        from ddp_kit.pool.wire import pickling
 
-        payload._Pickler.from_gpu = True
+        pickling._Pickler.from_gpu = True
         return torch.ones(3)
 
     with kit.WorkerPool(1) as pool:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_kit.pool.rank.displayed import display, show_figures
-from ddp_kit.pool.wire import payload
+from ddp_kit.pool.wire import pickling
 
 _ATTRIBUTES = 2000  # names inside one value that are sent for completion
 
@@ -133,7 +133,7 @@ class Pull:
         held = vars(_session.main) if _session else {}
         found = {name: held[name] for name in self.names if name in held}
         for name, value in found.items():
-            if payload.find_culprit(value, modules=False):
+            if pickling.find_culprit(value, modules=False):
                 raise TypeError(
                     f"{name} is a {type(value).__name__}, which cannot be sent to the notebook; "
                     "pull tensors, numbers, strings, or lists and dicts of them"
@@ -220,8 +220,8 @@ def _seal(value: Any) -> Any:
         return value
     pickled = None
     with suppress(Exception):  # it cannot be pickled
-        if not payload.holds_module(value):
-            pickled = payload.pickle_whole(value)
+        if not pickling.holds_module(value):
+            pickled = pickling.pickle_whole(value)
     try:
         return SealedValue(pickled, repr(value))
     except Exception:  # the learner's own __repr__

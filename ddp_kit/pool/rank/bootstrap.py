@@ -23,7 +23,7 @@ from ddp_kit import torch_internals
 from ddp_kit.backends import mpi
 from ddp_kit.pool.rank.server import RankServer
 from ddp_kit.pool.rank.state import print_to_descriptors
-from ddp_kit.pool.wire import messages, payload
+from ddp_kit.pool.wire import messages, pickling
 from ddp_kit.pool.wire.messages import CALL, RANK_MARK, KitFailed
 from ddp_kit.trace import SERVING, Board
 
@@ -92,7 +92,7 @@ def _serve(control: Connection, output: Connection, board: Board, parent: int, p
         server.serve()
     except Exception:
         with suppress(OSError):  # the pool has ended
-            payload.send(control, KitFailed(traceback.format_exc()))
+            pickling.send(control, KitFailed(traceback.format_exc()))
 
 
 def leave(code: int) -> NoReturn:

@@ -22,10 +22,10 @@ import torch.distributed as dist
 from ddp_kit import backends, torch_internals
 from ddp_kit.error_text import RankFailure, text_of
 from ddp_kit.pool.rank import displayed
-from ddp_kit.pool.rank.captured_variables import capture
 from ddp_kit.pool.rank.import_hooks import instead_of, on_import
+from ddp_kit.pool.rank.post_mortem import capture
 from ddp_kit.pool.rank.state import Imports, State, thread_left_running
-from ddp_kit.pool.wire import payload
+from ddp_kit.pool.wire import pickling
 from ddp_kit.pool.wire.messages import (
     Bundle,
     CallWorker,
@@ -72,18 +72,18 @@ class RankServer:
         """Handle messages until the pool closes its end of the control pipe."""
         while True:
             try:
-                message = payload.receive(self._control)
+                message = pickling.receive(self._control)
             except (EOFError, ConnectionResetError):
                 return
             try:
                 is_join = isinstance(message, JoinGroup)
                 reply = self._join(message) if is_join else self._run(message)
             except Exception:
-                payload.send(self._control, KitFailed(traceback.format_exc()))
+                pickling.send(self._control, KitFailed(traceback.format_exc()))
                 return
             _flush()
             try:
-                payload.send(self._control, reply)
+                pickling.send(self._control, reply)
             except Exception:  # half of it may be in the pipe, so nothing else can be sent
                 traceback.print_exc()
                 _exit(1)
@@ -232,15 +232,15 @@ def call_worker(worker: Callable[..., Any], rank: int, world_size: int, args: tu
     return value
 
 
-def pack(value: object) -> payload.Payload:
+def pack(value: object) -> pickling.Payload:
     """Pickle what a worker returned. Raise TypeError, in one sentence, if that is impossible."""
     failed: Exception | None = None
     try:
-        if not payload.holds_module(value):
-            return payload.pack(value)
+        if not pickling.holds_module(value):
+            return pickling.pack(value)
     except Exception as error:
         failed = error
-    path, culprit, reason = payload.find_culprit(value, modules=False) or ("", value, failed)
+    path, culprit, reason = pickling.find_culprit(value, modules=False) or ("", value, failed)
     what = f"a {type(culprit).__name__}"
     if path:
         what = f"a {type(value).__name__} whose {path} is {what}"

@@ -38,7 +38,7 @@ from ddp_kit.pool.rank.server import pack as pack_value
 from ddp_kit.pool.wire import torchrun_store as wire
 from ddp_kit.pool.wire.messages import SOCKET
 from ddp_kit.pool.wire.output import KeptOutput
-from ddp_kit.pool.wire.payload import pickle_whole
+from ddp_kit.pool.wire.pickling import pickle_whole
 from ddp_kit.pool.wire.torchrun_store import Answer, RemoteReport, Sign, Silence, encode, newest
 from ddp_kit.trace import Board, Clock, InternTable, recording, stacks, unrecorded
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ddp_kit.error_text import RankFailure, Wait
-from ddp_kit.pool.wire.payload import Payload
+from ddp_kit.pool.wire.pickling import Payload
 
 # An environment variable that a rank and everything it starts inherit, to find them by.
 RANK_MARK = "DDP_KIT_RANK"

@@ -30,7 +30,7 @@ import torch
 
 from ddp_kit.error_text import count
 from ddp_kit.pool.wire.messages import Captured, FrameCopy, Summary, TensorCopy, known
-from ddp_kit.pool.wire.payload import pickle_whole
+from ddp_kit.pool.wire.pickling import pickle_whole
 from ddp_kit.trace.stacks import is_own
 
 SECONDS = 0.05  # of CPU time that all of it may take: as much is captured on a busy machine
