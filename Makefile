@@ -75,21 +75,23 @@ check: style  ## the quick checks: style, public types, one notebook, a lesson u
 	@$(BIN)/python -m pytest -n 2 --dist load $(QUICK)
 
 # Only ALL=1 runs these. They need Chromium or network namespaces, look at what a kill leaves of many
-# real processes, run the lessons' modules, scripts and exercises once more, which the notebooks and
-# graders do too, run the examples of the guide, run the kit on other launchers and backends, give the
-# graders of exercises wrong answers, do a project, look at the display, the doctor, the data or the
-# site, or are about PyTorch itself.
-ONLY_ALL := tests/browser tests/cluster tests/faults tests/lessons tests/projects tests/benchmarks/test_gpu.py \
-    $(filter-out tests/check/test_grader.py, $(wildcard tests/check/test_*.py)) tests/wrong_programs \
-    $(addprefix tests/course/, test_grading.py test_copy.py) tests/notebooks/test_scripts.py \
-    $(addprefix tests/, test_backend_pools.py test_book.py test_controls.py test_data.py test_debugger.py \
-        test_doctor.py test_hosting.py test_live_view.py test_mpi.py test_readme.py test_rich_output.py \
-        test_shm.py test_status.py test_torch_internals.py test_torchrun.py test_warm_start.py)
+# real processes, run the lessons' modules and scripts once more, which the notebooks do too, run the
+# examples of the guide, run the kit on other launchers and backends, give the graders of exercises
+# wrong answers, do a project, judge 10,000 random programs, look at the display, the doctor, the data
+# or the site, or are about PyTorch itself.
+ONLY_ALL := $(addprefix tests/, benchmarks browser check cluster course faults lessons projects \
+    wrong_programs notebooks/test_scripts.py test_backend_pools.py test_book.py test_controls.py \
+    test_data.py test_debugger.py test_doctor.py test_hosting.py test_live_view.py test_mpi.py \
+    test_random_verdicts.py test_readme.py test_rich_output.py test_shm.py test_status.py \
+    test_torch_internals.py test_torchrun.py test_warm_start.py)
+
+# It mostly waits: begun last, it would keep one core busy for a minute after all others have ended.
+FIRST := tests/test_deadlocks.py
 
 test: style $(if $(ALL),$(VENV)-graders/.installed)  ## check style, types, tests and every lesson; ALL=1: as CI does; TORCH=2.x.y: with that PyTorch
 	@echo "$(if $(ALL),Running all tests and lessons: about 40,Running the tests and lessons: about 12) minutes on two idle cores."
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
-	    $(patsubst %,--ignore=%,$(if $(ALL),$(SPAWNED),$(ONLY_ALL)))
+	    $(FIRST) notebooks tests $(patsubst %,--ignore=%,$(if $(ALL),$(SPAWNED),$(ONLY_ALL)))
 	@[ -z "$(ALL)" ] || $(MAKE) --no-print-directory spawned
 
 # Learners' ranks are spawned; most tests fork theirs, because that is faster. With ALL=1 these run

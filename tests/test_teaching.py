@@ -6,6 +6,7 @@ import ast
 import re
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 from ddp_kit import check
@@ -18,22 +19,27 @@ import half_right
 
 ROOT = Path(__file__).resolve().parents[1]
 GUIDE = (ROOT / "docs" / "teaching.md").read_text("utf-8")
-GRADERS = [name for name in check.__all__ if name != "credit"]
-KINDS = {each.number: each.kind for each in (getattr(check, g).exercise for g in GRADERS)}
-EXERCISES = list(KINDS)
-IN_LESSONS = [number for number in EXERCISES if number[-1].isalpha()]
-TO_PLAN = [
-    number
-    for number in sorted(set(EXERCISES) - set(IN_LESSONS), key=in_order)
-    if KINDS[number] in ("gap", "function", "record")
-]
+
+
+@cache  # not when this file is imported: it imports all lessons
+def kinds() -> dict[str, str]:
+    """Return the kind of each exercise, by its number."""
+    graders = (getattr(check, name) for name in check.__all__ if name != "credit")
+    return {grader.exercise.number: grader.exercise.kind for grader in graders}
+
+
+def to_plan() -> list[str]:
+    """Return the exercises for which a teacher plans time, in their order."""
+    gaps = ("gap", "function", "record")
+    chosen = [number for number, kind in kinds().items() if kind in gaps]
+    return sorted((number for number in chosen if not number[-1].isalpha()), key=in_order)
 
 
 def test_each_exercise_has_mistakes_which_a_check_names():
     files = (ROOT / "ddp_kit" / "check").glob("*.py")
     source = "".join(path.read_text("utf-8") for path in files)
-    for number in EXERCISES:
-        if KINDS[number] == "estimate":  # tests/check/test_estimates.py knows those
+    for number, kind in kinds().items():
+        if kind == "estimate":  # tests/check/test_estimates.py knows those
             continue
         own = {name: hint for name, hint in hints().items() if name.startswith(f"{number} ")}
         mistakes = [name.partition(" ")[2] for name, hint in own.items() if not hint.replace]
@@ -85,12 +91,13 @@ def test_the_sessions_have_each_gap_function_and_record_once():
             for cell in (in_class, home):
                 first_last = re.findall(r"(\d+\.\d+)(?: to (\d+\.\d+))?", cell)
                 planned += [n for first, last in first_last for n in between(first, last or first)]
-    assert sorted(planned, key=in_order) == TO_PLAN
+    assert sorted(planned, key=in_order) == to_plan()
 
 
 def between(first: str, last: str) -> list[str]:
     """Return the exercises from one to another: 2.3 to 2.5."""
-    return TO_PLAN[TO_PLAN.index(first) : TO_PLAN.index(last) + 1]
+    numbers = to_plan()
+    return numbers[numbers.index(first) : numbers.index(last) + 1]
 
 
 def test_each_question_names_its_lesson_and_has_an_answer():
