@@ -763,5 +763,5 @@ def _format_equal(
     place += f" on rank {nearest.rank}" if nearest.rank is not None else ""
     return (
         f"equal up to {within}: {what}; the largest difference is {nearest.error:.1e}{place}, "
-        f"where the tolerance is {nearest.explanation}.{nan}"
+        f"where {nearest.tolerance:.1e} is allowed.{nan}"
     )
