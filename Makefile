@@ -89,7 +89,7 @@ ONLY_ALL := $(addprefix tests/, benchmarks browser check cluster course faults l
 FIRST := tests/test_deadlocks.py
 
 test: style $(if $(ALL),$(VENV)-graders/.installed)  ## check style, types, tests and every lesson; ALL=1: as CI does; TORCH=2.x.y: with that PyTorch
-	@echo "$(if $(ALL),Running all tests and lessons: about 40,Running the tests and lessons: about 12) minutes on two idle cores."
+	@echo "$(if $(ALL),Running all tests and lessons: about 40,Running the tests and lessons: about 10) minutes on two idle cores."
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
 	    $(FIRST) notebooks tests $(patsubst %,--ignore=%,$(if $(ALL),$(SPAWNED),$(ONLY_ALL)))
 	@[ -z "$(ALL)" ] || $(MAKE) --no-print-directory spawned

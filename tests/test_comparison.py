@@ -97,7 +97,8 @@ def test_the_tolerance_follows_from_dtype_terms_and_scale_and_says_so():
     assert found.tolerance == pytest.approx(4 * 10 * eps * 2)
     assert found.max_error == pytest.approx(1e-6, rel=0.1)
     assert str(found) == (
-        "equal up to rounding: 1 value; the largest difference is 9.5e-07, where 9.5e-06 is allowed."
+        "equal up to rounding: 1 value; the largest difference is 9.5e-07, "
+        "where 9.5e-06 is allowed."
     )
     too_far = kit.compare(torch.tensor([0.5, 2.1]), torch.tensor([0.5, 2.0]), terms=100)
     why = "4 * sqrt(100 terms) * eps(float32) * 2, the largest number in the reference."
