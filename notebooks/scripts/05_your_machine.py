@@ -22,11 +22,12 @@ def synchronize():
 
 
 def number(name, alone):
-    return int(os.environ.get(name, alone))
+    return int(os.environ[name]) if launched else alone
 
 
 if __name__ == "__main__":
-    launched = "RANK" in os.environ  # by torchrun, which sets all four variables
+    # torchrun sets all four variables. A cluster may set RANK without LOCAL_RANK.
+    launched = "LOCAL_RANK" in os.environ
     rank, world_size = number("RANK", 0), number("WORLD_SIZE", 1)
     local_rank, ranks_here = number("LOCAL_RANK", 0), number("LOCAL_WORLD_SIZE", 1)
     device = torch.device("cpu")

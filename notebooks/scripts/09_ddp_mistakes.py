@@ -9,7 +9,7 @@ from torch import nn
 
 
 def greatest_difference(model):
-    """Return how far any parameter or buffer of any rank is from rank 0's."""
+    """Return how far any tensor in the state_dict of any rank is from rank 0's."""
     differences = []
     for tensor in model.state_dict().values():
         reference = tensor.clone()
