@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import builtins
 import pickle
 import threading
 import time
 from dataclasses import replace
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch.distributed as dist
@@ -14,6 +17,7 @@ from ddp_kit import settings
 from ddp_kit.error_text import Frame, RankFailure
 from ddp_kit.errors import PoolError, RankDiedError, RankError
 from ddp_kit.pool.other_hosts import OtherHosts
+from ddp_kit.pool.rank import environment, torchrun_worker
 from ddp_kit.pool.result import Reports
 from ddp_kit.pool.wire import torchrun_store
 from ddp_kit.pool.wire.torchrun_store import Answer, RemoteReport, Sign, decode, encode
@@ -164,6 +168,23 @@ def test_a_host_that_gives_no_more_signs_is_lost(far, monkeypatch):
         time.sleep(0.02)
     assert isinstance(far.error(), PoolError)
     assert str(far.error()).startswith("host 1 (ranks 2 and 3) has not answered for 0.2 s")
+
+
+def test_a_rank_has_given_a_sign_when_its_worker_begins(far, monkeypatch):
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(far.server.port)}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(builtins, "display", None, raising=False)  # it is put back
+    monkeypatch.setattr(Board, "answer_with_stacks", lambda board: None)
+    monkeypatch.setattr(torchrun_worker, "Observer", Mock())  # one that has not begun yet
+    monkeypatch.setattr(environment, "end_with_agent", lambda: None)
+    monkeypatch.setattr(environment, "rank_info", Mock())
+    far.store.set(torchrun_store.OVER, "")
+
+    def call(rank, world_size):
+        return environment.own_store().check([f"sign {rank}"]), None
+
+    torchrun_worker._run_elsewhere(torchrun_worker.pack(SimpleNamespace(call=call)), 2)
+    assert pickle.loads(decode(far.store.get("report 2")).value) is True
 
 
 def test_the_reason_is_the_rank_that_failed_by_itself(far):

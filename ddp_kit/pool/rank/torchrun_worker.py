@@ -153,6 +153,8 @@ def _run_elsewhere(packed: str, rank: int) -> None:
     out, err = _Tee(printed, sys.stdout), _Tee(printed, sys.stderr)
     how, recorder = wire.RETURNED, None
     try:
+        # Before anything else can happen: the notebook counts a rank's silence from its first sign.
+        environment.own_store().set(f"sign {rank}", encode(Sign(-1, False, board.head())))
         with (
             recording(InternTable(board), 1, rank) as recorder,
             redirect_stdout(out),
