@@ -15,6 +15,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
+from datetime import timedelta
 from typing import Any, NoReturn
 
 import torch.distributed as dist
@@ -232,7 +233,8 @@ def _join_mpiexec(world_size: int | None, backend: str, trace: str | None, init:
 
     def join() -> None:
         # Each rank has a store of its own, because MPI has connected them already.
-        member = {"rank": rank, "world_size": started, "timeout": environment.JOIN_TIMEOUT}
+        limit = timedelta(seconds=settings.JOIN_TIMEOUT)
+        member = {"rank": rank, "world_size": started, "timeout": limit}
         dist.init_process_group(backends.for_group(chosen), store=dist.HashStore(), **member)
 
     if init:
