@@ -14,6 +14,7 @@ sys.path.append(str(Path(__file__).parents[1] / "check"))
 
 from answers import assert_mistake, error_text
 
+assert callable(kit.check.project_1)  # before its module is imported, which has the same name
 module = import_module("ddp_kit.check.project_1")
 REFERENCE = Path(__file__).with_name("project_1.py")
 START = Path(kit.__file__).parents[1] / "notebooks/projects/1_from_one_process_to_many.py"

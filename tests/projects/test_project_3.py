@@ -25,6 +25,7 @@ from ddp_kit.check.project_3 import Failed, Ranks
 from ddp_kit.lessons.ring_allreduce import chunked_ring, whole_ring
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
+assert callable(kit.check.project_3)  # before its module is imported, which has the same name
 module = import_module("ddp_kit.check.project_3")
 START = Path(kit.__file__).parents[1] / "notebooks/projects/3_a_better_all_reduce.py"
 REFERENCE = runpy.run_path(str(Path(__file__).with_name("project_3.py")))
