@@ -85,13 +85,10 @@ ONLY_ALL := $(addprefix tests/, benchmarks browser check cluster course faults l
     test_random_verdicts.py test_readme.py test_rich_output.py test_shm.py test_status.py \
     test_torch_internals.py test_torchrun.py test_warm_start.py)
 
-# It mostly waits: begun last, it would keep one core busy for a minute after all others have ended.
-FIRST := tests/test_deadlocks.py
-
 test: style $(if $(ALL),$(VENV)-graders/.installed)  ## check style, types, tests and every lesson; ALL=1: as CI does; TORCH=2.x.y: with that PyTorch
 	@echo "$(if $(ALL),Running all tests and lessons: about 40,Running the tests and lessons: about 10) minutes on two idle cores."
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
-	    $(FIRST) notebooks tests $(patsubst %,--ignore=%,$(if $(ALL),$(SPAWNED),$(ONLY_ALL)))
+	    $(patsubst %,--ignore=%,$(if $(ALL),$(SPAWNED),$(ONLY_ALL)))
 	@[ -z "$(ALL)" ] || $(MAKE) --no-print-directory spawned
 
 # Learners' ranks are spawned; most tests fork theirs, because that is faster. With ALL=1 these run

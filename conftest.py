@@ -38,6 +38,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     tests/check/test_exercise_notebooks.py and tests/projects run their answers without kernels.
     """
+    # It mostly waits: begun last, it would go on for a minute after all others have ended.
+    items.sort(key=lambda item: item.path.name != "test_deadlocks.py")
     folders = ("exercises", "solutions", "projects")
     if any(folder in argument for argument in config.args for folder in folders):
         return
