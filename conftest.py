@@ -34,11 +34,12 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave exercises, solutions and projects to `make long`, unless the command line names them.
+    """Begin with the file that mostly waits, and leave some notebooks to `make long`.
 
+    These are exercises, solutions and projects, unless the command line names them, because
     tests/check/test_exercise_notebooks.py and tests/projects run their answers without kernels.
     """
-    # It mostly waits: begun last, it would go on for a minute after all others have ended.
+    # Begun last, it would go on for a minute after all others have ended.
     items.sort(key=lambda item: item.path.name != "test_deadlocks.py")
     folders = ("exercises", "solutions", "projects")
     if any(folder in argument for argument in config.args for folder in folders):
