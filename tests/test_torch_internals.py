@@ -64,8 +64,8 @@ ELSEWHERE = {  # other undocumented names
     ("notebook/magics.py", "_filename_map"),
     ("pool/ipython.py", "_ipython_cache"),
     # PyTorch's notes on extending it document TorchDispatchMode, under this name.
-    ("check/project_2.py", "_python_dispatch"),
-    ("check/project_2.py", "torch.utils._python_dispatch"),
+    ("check/too_large_for_one_rank.py", "_python_dispatch"),
+    ("check/too_large_for_one_rank.py", "torch.utils._python_dispatch"),
     ("lessons/one_rank_first.py", "_python_dispatch"),
     ("lessons/one_rank_first.py", "torch.utils._python_dispatch"),
     # Lesson 13 wraps modules as torchtitan does, and counts FLOPs; neither module has a page.

@@ -13,7 +13,16 @@ import torch.nn.functional as F
 from torch import nn
 
 import ddp_kit as kit
-from ddp_kit.check.project_2 import BATCH, FLOAT64, LIMIT, LINK, MODEL, RANKS, STEPS, MemoryLimit
+from ddp_kit.check.too_large_for_one_rank import (
+    BATCH,
+    FLOAT64,
+    LIMIT,
+    LINK,
+    MODEL,
+    RANKS,
+    STEPS,
+    MemoryLimit,
+)
 from ddp_kit.lessons._gpt import GPT, TEXT, Block, Config
 from ddp_kit.model import Plan
 

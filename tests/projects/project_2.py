@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import ddp_kit
-from ddp_kit.check.project_2 import BATCH, LINK, MODEL
+from ddp_kit.check.too_large_for_one_rank import BATCH, LINK, MODEL
 from ddp_kit.lessons._gpt import Block
 from ddp_kit.lessons.pipeline_parallel import order
 from ddp_kit.lessons.tensor_parallel import cut_block

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import sys
-from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 import ddp_kit as kit
+from ddp_kit.check import from_one_process_to_many as module
 
 sys.path.append(str(Path(__file__).parents[1] / "check"))
 
 from answers import assert_mistake, error_text
 
-assert callable(kit.check.project_1)  # before its module is imported, which has the same name
-module = import_module("ddp_kit.check.project_1")
 REFERENCE = Path(__file__).with_name("project_1.py")
 START = Path(kit.__file__).parents[1] / "notebooks/projects/1_from_one_process_to_many.py"
 STEPS = list(range(module.STEPS))

@@ -13,7 +13,7 @@ import torch
 
 import ddp_kit as kit
 from ddp_kit.check.hints import find
-from ddp_kit.check.project_2 import LIMIT, LOSSES, MemoryLimit, fitting, replay
+from ddp_kit.check.too_large_for_one_rank import LIMIT, LOSSES, MemoryLimit, fitting, replay
 from ddp_kit.model import Link, chunked_ring
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")

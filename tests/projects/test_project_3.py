@@ -8,7 +8,6 @@ import runpy
 import subprocess
 import sys
 import threading
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -16,17 +15,16 @@ import torch
 import torch.distributed as dist
 
 import ddp_kit as kit
+from ddp_kit.check import a_better_all_reduce as module
 
 sys.path.append(str(Path(__file__).parents[1] / "check"))
 
 from answers import assert_mistake
 
-from ddp_kit.check.project_3 import Failed, Ranks
+from ddp_kit.check.a_better_all_reduce import Failed, Ranks
 from ddp_kit.lessons.ring_allreduce import chunked_ring, whole_ring
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
-assert callable(kit.check.project_3)  # before its module is imported, which has the same name
-module = import_module("ddp_kit.check.project_3")
 START = Path(kit.__file__).parents[1] / "notebooks/projects/3_a_better_all_reduce.py"
 REFERENCE = runpy.run_path(str(Path(__file__).with_name("project_3.py")))
 slow = runpy.run_path(str(START))["all_reduce"]
