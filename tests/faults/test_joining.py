@@ -77,6 +77,20 @@ def test_a_rank_may_leave_a_new_group_before_the_others_are_connected():
             disturbance.join()
 
 
+def test_a_run_on_fewer_ranks_may_follow_while_all_are_still_connecting():
+    """Without the wait in `_join`, a try in ten fails: Connection closed by peer."""
+    with kit.WorkerPool(4, backend="gloo") as pool:
+        late = pool.run(lambda rank, world_size: os.getpid())[2]
+        for number in range(60):
+            pool._processes.form(4, "gloo")  # as after a run that has lost its group
+            time.sleep(number * 0.0005)
+            os.kill(late, signal.SIGSTOP)
+            going_on = threading.Timer(0.1, os.kill, (late, signal.SIGCONT))
+            going_on.start()
+            assert list(pool.run(lambda rank, world_size: rank, world_size=2)) == [0, 1]
+            going_on.join()
+
+
 def form_a_group(rank, world_size, address):
     """Form the default group, where a wait for the connections would fail."""
     torch_internals.wait_until_connected = lambda group: 1 / 0

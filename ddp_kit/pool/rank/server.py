@@ -109,6 +109,7 @@ class RankServer:
                     timeout=GROUP_TIMEOUT,
                 )
             self._group = dist.group.WORLD  # None if there is no group
+            torch_internals.wait_until_connected(self._group)
         except Exception as error:
             return Raised(describe(group.rank, error), RankStatus(self._imports.take()))
         return Joined(RankStatus(self._imports.take()))
