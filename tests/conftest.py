@@ -13,6 +13,7 @@ from kernels import forked_spawn, forked_torchrun, kernel, shared  # noqa: F401 
 from processes import BOUND, alive
 
 import ddp_kit as kit
+from ddp_kit import settings
 from ddp_kit.pool import pool as pool_module
 from ddp_kit.pool import view
 
@@ -68,6 +69,12 @@ def pool():
     """A pool of its own for a test that breaks it."""
     with kit.WorkerPool(2) as own:
         yield own
+
+
+@pytest.fixture
+def all_failures_awaited(monkeypatch):
+    """Report the failures of all ranks that fail, also of one that a busy machine makes late."""
+    monkeypatch.setattr(settings, "LONGEST_FAILURE_GRACE", BOUND)
 
 
 @pytest.fixture

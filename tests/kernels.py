@@ -207,6 +207,7 @@ def shared(tmp_path_factory) -> Iterator[Kernel]:
     kernel = Kernel(tmp_path_factory.mktemp("notebook"), **FORKED)
     try:
         kernel.ranks(4)
+        kernel.run(f"kit.settings.LONGEST_FAILURE_GRACE = {BOUND}")  # for a busy machine
         yield kernel
     finally:
         kernel.end()

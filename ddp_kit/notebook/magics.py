@@ -23,7 +23,7 @@ from ddp_kit.error_hints import hint_for
 from ddp_kit.error_text import name_ranks
 from ddp_kit.errors import BackendError, DeadlockError, PoolError, RankError, RunError
 from ddp_kit.notebook import debugger
-from ddp_kit.notebook.rank import session
+from ddp_kit.notebook import rank_session as session
 from ddp_kit.pool import Result, arguments, launcher_of
 from ddp_kit.pool.wire import pickling
 from ddp_kit.progress_file import RANKS_CELL, recording

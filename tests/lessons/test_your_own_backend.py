@@ -36,6 +36,7 @@ def test_no_slot_is_written_while_a_slow_rank_reads_it():
     assert list(kit.run(worker, world_size=2)) == [[[3], [3]]] * 2
 
 
+@pytest.mark.usefixtures("all_failures_awaited")
 def test_a_rank_that_skips_a_barrier_is_named_after_the_limit():
     start = time.monotonic()
     with pytest.raises(

@@ -1,1 +1,0 @@
-"""What runs in a rank for the cells of a notebook."""
