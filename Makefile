@@ -86,7 +86,7 @@ ONLY_ALL := $(addprefix tests/, benchmarks browser check cluster course faults l
     test_torch_internals.py test_torchrun.py test_warm_start.py)
 
 test: style $(if $(ALL),$(VENV)-graders/.installed)  ## check style, types, tests and every lesson; ALL=1: as CI does; TORCH=2.x.y: with that PyTorch
-	@echo "$(if $(ALL),Running all tests and lessons: about 40,Running the tests and lessons: about 11) minutes on two idle cores."
+	@echo "$(if $(ALL),Running all tests and lessons: about 40,Running the tests and lessons: about 10) minutes on two idle cores."
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
 	    $(patsubst %,--ignore=%,$(if $(ALL),$(SPAWNED),$(ONLY_ALL)))
 	@[ -z "$(ALL)" ] || $(MAKE) --no-print-directory spawned

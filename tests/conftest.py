@@ -17,6 +17,8 @@ from ddp_kit import settings
 from ddp_kit.pool import pool as pool_module
 from ddp_kit.pool import view
 
+settings.LONGEST_FAILURE_GRACE = 5.0  # see quick_imports/sitecustomize.py
+
 
 def pytest_sessionstart() -> None:
     """Let SIGINT raise KeyboardInterrupt, as it does for programs started in a terminal.
@@ -69,12 +71,6 @@ def pool():
     """A pool of its own for a test that breaks it."""
     with kit.WorkerPool(2) as own:
         yield own
-
-
-@pytest.fixture
-def all_failures_awaited(monkeypatch):
-    """Report the failures of all ranks that fail, also of one that a busy machine makes late."""
-    monkeypatch.setattr(settings, "LONGEST_FAILURE_GRACE", BOUND)
 
 
 @pytest.fixture

@@ -606,7 +606,8 @@ def a_wait_times_out_and_can_be_repeated(group):
 
 @own
 def the_timeout_of_a_group_ends_an_operation(group):
-    limited = dist.new_group(backend=dist.get_backend(), timeout=timedelta(milliseconds=300))
+    limited = dist.new_group(backend=dist.get_backend())
+    limited.set_timeout(timedelta(milliseconds=300))  # not for connecting
     with raises(RuntimeError, "Timed out waiting 300ms for recv operation to complete"):
         dist.irecv(torch.empty(1), group_src=0, group=limited, tag=1).wait()
     work = dist.irecv(torch.empty(1), group_src=0, group=limited, tag=2)
@@ -631,7 +632,8 @@ def memory_stays_reserved_after_a_timeout(group):
         made.append(weakref.ref(buffer))
         return buffer
 
-    limited = dist.new_group(backend=dist.get_backend(), timeout=timedelta(milliseconds=100))
+    limited = dist.new_group(backend=dist.get_backend())
+    limited.set_timeout(timedelta(milliseconds=100))
     with patch.object(process_group, "target_of", recorded):
         work = dist.irecv(torch.zeros(4)[::2], group_src=0, group=limited, tag=1)
     with raises(RuntimeError, "Timed out waiting 100ms for recv operation to complete"):
@@ -834,9 +836,10 @@ def ddp_with_uneven_batches_and_an_unused_parameter(group):
 def ddp_raises_the_timeout_of_its_group(group):
     if group.size() == 1:
         return
-    limited = dist.new_group(backend=dist.get_backend(), timeout=timedelta(seconds=1))
+    limited = dist.new_group(backend=dist.get_backend())
     net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2), process_group=limited)
     loss = net(torch.ones(1, 2)).sum()
+    limited.set_timeout(timedelta(seconds=1))
     if group.rank() == 0:
         with raises(RuntimeError, "Timed out waiting 1000ms for allreduce"):
             loss.backward()

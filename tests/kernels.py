@@ -207,13 +207,14 @@ def shared(tmp_path_factory) -> Iterator[Kernel]:
     kernel = Kernel(tmp_path_factory.mktemp("notebook"), **FORKED)
     try:
         kernel.ranks(4)
-        kernel.run(f"kit.settings.LONGEST_FAILURE_GRACE = {BOUND}")  # for a busy machine
         yield kernel
     finally:
         kernel.end()
 
 
 STUCK = """
+kit.settings.RUN_JUDGED_AFTER = kit.settings.RANKS_JUDGED_AFTER = 600.0  # after the test
+
 def say_begun(rank, folder):
     pathlib.Path(folder, str(rank)).touch()
 

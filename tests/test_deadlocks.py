@@ -29,6 +29,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from processes import BOUND, wait_until
 from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
@@ -516,7 +517,9 @@ def test_groups_of_one_member_within_a_subgroup_concern_its_members_only(parents
     assert list(kit.run(worker, world_size=4)) == [([rank], sizes[rank]) for rank in range(4)]
 
 
-def test_larger_groups_with_one_number_are_a_mismatch():
+def test_larger_groups_with_one_number_are_a_mismatch(monkeypatch):
+    monkeypatch.setattr(settings, "RUN_JUDGED_AFTER", 3.0)  # all ranks are there, also late ones
+
     def worker(rank, world_size):  # on gloo, each connects to ranks of the other
         mine, _ = dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])
         dist.new_subgroups(group_size=2, group=mine)
@@ -576,17 +579,23 @@ def test_a_thread_that_waits_for_work_is_idle_and_one_that_works_in_c_is_not():
     tasks = queue.Queue()
     reader = threading.Thread(target=tasks.get, daemon=True)
     reader.start()
+    lock = threading.Lock()
+    lock.acquire()
     with ThreadPoolExecutor(1) as executor, ThreadPool(1) as pool:
         executor.submit(int).result()
-        for busy in (False, True):
-            if busy:
-                executor.submit(time.sleep, 1)
-                pool.apply_async(time.sleep, (1,))
-            time.sleep(0.3)
+
+        def are_idle(expected):
             workers = [*executor._threads, *pool._pool]
-            idle = [deadlock_watch._is_idle(stack_of(each), False) for each in workers]
-            assert idle == [not busy] * 2
+            return [deadlock_watch._is_idle(stack_of(w), False) for w in workers] == [expected] * 2
+
+        wait_until(lambda: are_idle(True), BOUND, "both wait for work")
+        executor.submit(lock.acquire, timeout=BOUND)
+        pool.apply_async(lock.acquire, kwds={"timeout": BOUND})
+        wait_until(lambda: are_idle(False), BOUND, "both work, in C")
         assert deadlock_watch._is_idle(stack_of(reader), False)
+        for _ in range(2):
+            wait_until(lock.locked, BOUND, "the first has let the second go on")
+            lock.release()
     tasks.put(None)
 
 
@@ -771,7 +780,7 @@ def test_ranks_that_are_stopped_print_nothing_about_each_other(capfd):
 # --- waits with a time limit ----------------------------------------------------------------
 
 
-LIMIT = 3  # seconds of such a wait; it must be judged before they are over
+LIMIT = 5  # seconds of such a wait; it must be judged before they are over
 
 
 def waits_for_a_while(rank, world_size):
@@ -795,7 +804,7 @@ def raises_another_error(rank, world_size):
 
 def waits_for_a_slow_rank(rank, world_size):
     waits_for_a_while(rank, world_size)
-    time.sleep(1.5 * LIMIT)
+    time.sleep(60)
 
 
 def asks_twice(rank, world_size):
@@ -809,7 +818,7 @@ def asks_twice(rank, world_size):
             dist.send(torch.zeros(1), 1)
     if rank == 1:
         dist.recv(torch.zeros(1), 0)
-        time.sleep(1.5 * LIMIT)
+        time.sleep(60)
 
 
 LIMITED = (
@@ -904,7 +913,7 @@ def test_a_line_names_the_thread_that_keeps_ranks_from_a_verdict(
 ):
     monkeypatch.setattr(settings, "NO_VERDICT_SAID_AFTER", 1)
     with pytest.raises(kit.RunTimeoutError):
-        kit.run(worker, world_size=2, timeout=4)
+        kit.run(worker, world_size=2, timeout=8)
     (line,) = capsys.readouterr().out.splitlines()
     where, _, first = thread.partition(", line 4 of ")
     assert line.startswith(f"no verdict while this thread may still act: {where}, line ")
@@ -914,7 +923,7 @@ def test_a_line_names_the_thread_that_keeps_ranks_from_a_verdict(
 def test_a_worker_that_starts_thread_after_thread_gets_this_line_too(monkeypatch, capsys):
     monkeypatch.setattr(settings, "NO_VERDICT_SAID_AFTER", 1)
     with pytest.raises(kit.RunTimeoutError):
-        kit.run(ticks, world_size=2, timeout=8)
+        kit.run(ticks, world_size=2, timeout=12)
     (line,) = capsys.readouterr().out.splitlines()
     assert re.search(r" act: 'Thread-\d+' of .* of ticks: ", line)
 
@@ -929,7 +938,7 @@ def handles_every_signal(rank, world_size):
 def test_a_line_says_that_a_rank_does_not_answer(monkeypatch, capsys):
     monkeypatch.setattr(settings, "NO_VERDICT_SAID_AFTER", 1)
     with pytest.raises(kit.RunTimeoutError):
-        kit.run(handles_every_signal, world_size=2, timeout=5)
+        kit.run(handles_every_signal, world_size=2, timeout=12)
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("no verdict while rank 0 does not say what it does: ")
 

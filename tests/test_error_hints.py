@@ -41,7 +41,6 @@ ON_GPUS = {
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 @pytest.mark.parametrize("call", ON_GPUS.values(), ids=ON_GPUS)
-@pytest.mark.usefixtures("all_failures_awaited")
 def test_code_for_gpus_leads_to_the_device_of_the_kit(call):
     def worker(rank, world_size):
         call(rank)

@@ -100,7 +100,8 @@ def test_each_rank_has_a_line_while_a_run_lasts_and_nothing_of_it_stays(shared, 
         assert not cell.ended, "the wait was not shown while it lasted"
         stuck = cell.contents("update_display_data")[-1]["data"]
         (tmp_path / "on").touch()
-        cell.read_until(lambda cell: "[rank 0] done" in on_screen(cell))
+        both = re.compile(r"\[rank 0\] done.*\n\[rank 1\] computing")
+        cell.read_until(lambda cell: both.search(on_screen(cell)))
         assert not cell.ended, "a rank that is done was not shown beside one at work"
         late = on_screen(cell)
     finally:

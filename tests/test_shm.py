@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -244,17 +245,26 @@ def test_a_killed_rank_leaves_nothing_behind(kills, forked_ranks, monkeypatch, t
             pids = list(pool.run(lambda rank, world_size: os.getpid()))
             ranks = [psutil.Process(pid) for pid in pids]
             assert segments(ranks) == set(pids), "this test looks in the wrong place"
-            killer = threading.Timer(chance.random() * 0.2, os.kill, (chance.choice(pids), 9))
+            begun = tmp_path / str(pids[0])
+            late, pid = chance.random() * 0.2, chance.choice(pids)
+
+            def kill(begun=begun, late=late, pid=pid):
+                wait_until(begun.exists, 60, "the run has begun")
+                time.sleep(late)
+                os.kill(pid, signal.SIGKILL)
+
+            killer = threading.Thread(target=kill)
             killer.start()
             with pytest.raises(kit.RankDiedError):
-                pool.run(many_collectives, timeout=120)
+                pool.run(many_collectives, begun, timeout=120)
             killer.join()
         wait_until(lambda ranks=ranks: not segments(ranks), 60, "the ranks have ended")
     assert segments(family(recursive=True)) <= before
     wait_until(lambda: not files_of_nobody() - files, 60, "no file is left")
 
 
-def many_collectives(rank, world_size):
+def many_collectives(rank, world_size, begun):
+    begun.touch()
     small, large = torch.ones(1), torch.ones(3_000_000)
     while True:
         dist.all_reduce(small)

@@ -81,7 +81,7 @@ def a_run():
         dist.barrier()
         print(f"sum {total.item()}")
         print("to stderr", file=sys.stderr)
-        time.sleep(1)  # long enough to be seen
+        time.sleep(3)  # long enough to be seen
         return factor * total.item() + added, os.environ["RANK"], type(world_size)
 
     numbers = {"nproc_per_node": 2, "nnodes": 1}

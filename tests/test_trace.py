@@ -550,8 +550,9 @@ def test_a_bar_is_as_full_as_the_loop_has_come(done, total, bar):
 
 def test_the_time_that_a_rank_was_blocked_is_its_waits():
     def worker(rank, world_size):
+        dist.barrier()
         if rank == 0:
-            time.sleep(1)  # rank 1 is there, even if it comes 0.8 s later
+            time.sleep(3)  # rank 1 is there, even if it comes 2 s later
             dist.send(torch.zeros(1), 1)
         else:
             dist.recv(torch.zeros(1), 0)

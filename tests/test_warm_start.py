@@ -92,7 +92,7 @@ def test_a_variable_that_pytorch_reads_at_its_start_restarts_ranks_that_nobody_u
 
 
 def test_ranks_that_nobody_used_end_after_a_while_and_the_first_run_starts_them(start):
-    kernel = start(IMPORT + "kit.settings.UNUSED_RANKS_END_AFTER = 3.0")
+    kernel = start(IMPORT + "kit.settings.UNUSED_RANKS_END_AFTER = 10.0")
     wait_for_ranks(kernel)
     wait_for_ranks(kernel, 0)
     assert kernel.value("kit.status()") == "shared pool: no ranks; the next run starts them"

@@ -8,10 +8,11 @@ import math
 import os
 import reprlib
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout, suppress
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -684,7 +685,10 @@ def credit(check: Any, answer: Any) -> Credit:
     Raises PoolError if the answer cannot be sent to the ranks or these do not start, BackendError
     if gloo is unavailable, and ExerciseError if that variable is not a number above 0.
     """
-    found = check.exercise.credit(answer, _limit())
+    limit = _limit()
+    # nbgrader gives no points to a cell that writes to stderr, as matplotlib does where it is new.
+    with redirect_stderr(sys.stdout):
+        found = check.exercise.credit(answer, limit)
     if found < 1:
         parts = [f"{'yes' if holds else 'no':4}{part}" for part, holds in found.parts.items()]
         print(*dict.fromkeys(found.wrong.values()), *parts, sep="\n")

@@ -1,4 +1,4 @@
-# Made from notebooks/08_ddp.ipynb by `make editions`: edit that, not this. 97bb8798e1e5
+# Made from notebooks/08_ddp.ipynb by `make editions`: edit that, not this. 6aedaf2d457c
 """DistributedDataParallel: what it sends, and when."""
 
 import time
@@ -197,7 +197,7 @@ CAPS = {"one bucket: no overlap": 1000, "four buckets": 1}  # in MiB
 
 
 def step_seconds(rank, world_size, bytes_per_second=None, steps=30):
-    x = torch.ones(128, 512, device=kit.device())
+    x = torch.ones(512, 512, device=kit.device())
     seconds = {name: [] for name in CAPS}
     with ThreadPoolExecutor(1) as wire:
         models = {}

@@ -1,4 +1,4 @@
-# Made from notebooks/09_ddp_mistakes.ipynb by `make editions`: edit that, not this. bedb624337e5
+# Made from notebooks/09_ddp_mistakes.ipynb by `make editions`: edit that, not this. 36d7fe595527
 """DDP: mistakes, found and put right."""
 
 import math
@@ -61,7 +61,7 @@ def clipped(rank, world_size, early, micro_batches=3):
     layer = nn.Linear(2, 1, bias=False).to(kit.device())
     model = nn.parallel.DistributedDataParallel(layer)
     for micro in range(micro_batches):
-        x = torch.tensor([[rank, micro + 1.0]], device=kit.device())
+        x = torch.tensor([[3.0 * rank, micro + 1.0]], device=kit.device())
         last = micro == micro_batches - 1
         with nullcontext() if last else model.no_sync():
             (model(x).mean() / micro_batches).backward()

@@ -34,7 +34,7 @@ from ddp_kit.pool.wire.messages import CALL, RANK_MARK
 
 FIRST = Path(bootstrap.__file__).with_name("without_gc.py")  # what each rank executes first
 NewProcess = multiprocessing.get_context("spawn").Process
-PATIENCE = 2.0  # seconds for a program to end and to remove its files
+PATIENCE = 10.0  # seconds for a program to end and to remove its files
 
 _PREFIX = re.compile(r"^\[[WE][^\]]*\] (\[c10d\] )?")  # of a line that C++ logs
 _RAISED = re.compile(r"([\w.]*\.)?(?=\w*(Error|Exception): )")

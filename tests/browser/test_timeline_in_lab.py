@@ -25,7 +25,7 @@ import ddp_kit as kit
 def worker(rank, world_size):
     dist.barrier()
     if rank == 2:
-        time.sleep(0.5)
+        time.sleep(5)
     dist.all_reduce(torch.ones(1024))
 
 result = kit.run(worker, world_size=4)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import ddp_kit as kit
 from ddp_kit.check.compared import defined
-from ddp_kit.check.grader import Credit
+from ddp_kit.check.grader import Credit, Grader
 from ddp_kit.check.hints import solutions as hunts
 from ddp_kit.course.cells import hunted, solved
 
@@ -54,6 +54,20 @@ def test_a_right_answer_has_all_parts(capsys):
     assert credit._ipython_display_() is None
     copy = pickle.loads(pickle.dumps(credit))
     assert (copy, copy.parts) == (credit, credit.parts)
+
+
+def test_what_is_said_meanwhile_costs_no_points_in_nbgrader(capsys, monkeypatch):
+    before = Grader.try_case
+
+    def with_a_warning(grader, number):
+        print("building the font cache", file=sys.stderr)
+        before(grader, number)
+
+    monkeypatch.setattr(Grader, "try_case", with_a_warning)
+    assert kit.check.credit(kit.check.exercise_2_1, broadcast) == 1
+    shown = capsys.readouterr()
+    assert "font cache" in shown.out
+    assert shown.err == ""
 
 
 def test_an_error_has_its_credit():

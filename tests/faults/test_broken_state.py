@@ -423,7 +423,7 @@ def test_plain_settings_are_put_back_in_warm_ranks():
 
 SETTINGS = [
     ("set a handler for a signal", lambda: signal.signal(signal.SIGTERM, lambda *_: None)),
-    ("left a timer running", lambda: signal.alarm(3)),
+    ("left a timer running", lambda: signal.alarm(300)),
     ("blocked a signal", lambda: signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})),
     (
         "changed the cores of its process",
@@ -505,8 +505,8 @@ def test_a_rank_that_cannot_be_restored_is_replaced(capsys):
 
 def test_a_timer_of_faulthandler_does_not_end_the_next_run():
     def worker(rank, world_size):
-        faulthandler.dump_traceback_later(1, exit=True)
+        faulthandler.dump_traceback_later(5, exit=True)
 
     with kit.WorkerPool(1) as pool:
         pool.run(worker)
-        pool.run(lambda rank, world_size: time.sleep(1.5))
+        pool.run(lambda rank, world_size: time.sleep(6))

@@ -149,6 +149,7 @@ def test_a_killed_jupyterlab_leaves_no_process(tmp_path):
         client.wait_for_ready(timeout=60)
         client.execute(
             "import torch, torch.distributed as dist, ddp_kit as kit\n"
+            "kit.settings.RUN_JUDGED_AFTER = kit.settings.RANKS_JUDGED_AFTER = 600.0\n"
             "kit.run(lambda r, w: dist.recv(torch.zeros(1), src=1 - r), world_size=2)"
         )
         (kernel,) = (

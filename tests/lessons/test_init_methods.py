@@ -35,10 +35,10 @@ def test_each_rendezvous_that_fails_is_explained(tmp_path):
             for case in (
                 (f"file://{tmp_path}/alone", [(0, 2, 1), None]),
                 (f"file://{tmp_path}/twice", [(0, 2, 1), (0, 2, 1)]),
-                (f"file://{tmp_path}/size", [(0, 2, 30), (1, 3, 1)]),
+                (f"file://{tmp_path}/size", [(0, 2, 30), (1, 3, 3)]),
                 (here[0], [(0, 2, 1), None]),
                 (here[1], [None, (1, 2, 1)]),
-                (here[2], [(0, 2, 30), (0, 2, 30)], 1.5),
+                (here[2], [(0, 2, 30), (0, 2, 30)], 5.0),
                 (taken, [(0, 2, 30), (1, 2, 30)]),
             )
         ]

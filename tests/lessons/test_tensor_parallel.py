@@ -45,7 +45,6 @@ def test_each_function_is_the_transpose_of_its_conjugate():
         ]
 
 
-@pytest.mark.usefixtures("all_failures_awaited")
 def test_what_the_ranks_cannot_share_evenly_is_refused_in_one_sentence():
     def worker(rank, world_size, cut):
         cut(make_gpt().blocks[0])

@@ -36,24 +36,23 @@ def test_no_slot_is_written_while_a_slow_rank_reads_it():
     assert list(kit.run(worker, world_size=2)) == [[[3], [3]]] * 2
 
 
-@pytest.mark.usefixtures("all_failures_awaited")
 def test_a_rank_that_skips_a_barrier_is_named_after_the_limit():
     start = time.monotonic()
-    with pytest.raises(
-        kit.RankError, match=r"ranks 0 and 1 raised RuntimeError: waited 0.5 s for "
-    ):
+    with pytest.raises(kit.RankError, match=r"raised RuntimeError: waited 0.5 s for ranks \["):
         kit.run(yob.miss_a_barrier, 0.5, world_size=3)
     assert time.monotonic() - start >= 0.5
 
 
 def test_a_message_that_nobody_sends_or_takes_is_named_after_the_limit():
     def receive(rank, world_size):
-        segment = yob.Segment(rank, world_size, limit=0.3)
+        segment = yob.Segment(rank, world_size)
+        segment.flags.limit = 0.3
         if rank == 0:
             yob.recv(segment, torch.zeros(3), src=1)
 
     def send(rank, world_size):
-        segment = yob.Segment(rank, world_size, limit=0.3)
+        segment = yob.Segment(rank, world_size)
+        segment.flags.limit = 0.3
         if rank == 0:
             yob.send(segment, torch.zeros(3), dst=1)
             yob.send(segment, torch.zeros(3), dst=1)

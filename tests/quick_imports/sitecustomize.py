@@ -4,7 +4,8 @@ Nearly all objects that the import creates stay, and looking for garbage among t
 of the time. The ranks of a pool do the same, see `ddp_kit/pool/rank/without_gc.py`.
 
 On a busy machine, a kernel may need more than 10 s to send what a cell has printed; then ipykernel
-would print "IOStream.flush timed out" into the cell.
+would print "IOStream.flush timed out" into the cell. And a rank may fail or wait, as others do, so
+late that it would be missing in their error.
 
 With DDP_KIT_FORKED_SPAWN, ranks and torchrun's workers are forked from a process that has imported
 PyTorch, and kernels are connected by files, not ports.
@@ -49,7 +50,18 @@ def with_patience(execute, module):
     module.OutStream.flush_timeout = 120
 
 
-sys.meta_path[:0] = [Import("torch", without_gc), Import("ipykernel.iostream", with_patience)]
+def with_grace(execute, module):
+    execute(module)
+    module.LONGEST_FAILURE_GRACE = 5.0  # seconds
+    if "DDP_KIT_FORKED_SPAWN" in os.environ:
+        module.RUN_JUDGED_AFTER = 1.5
+
+
+sys.meta_path[:0] = [
+    Import("torch", without_gc),
+    Import("ipykernel.iostream", with_patience),
+    Import("ddp_kit.settings", with_grace),
+]
 if "DDP_KIT_FORKED_SPAWN" in os.environ:
     import forked_spawn
     import forked_torchrun
