@@ -33,7 +33,7 @@ def _prove_means(ranks: Ranks) -> None:
     prove("weighted losses have the gradient of all examples", weighted)
     plain = compare(ranks(lesson.uneven_gradient, shards, False), -10.0 * (n - 1))
     prove("without weights, each rank counts as much as another", plain)
-    whole = torch.tensor([[(n - 1) / 2, 2.0]])
+    whole = torch.tensor([[3 * (n - 1) / 2, 2.0]])
     late = compare(ranks(lesson.clipped, False), whole / whole.norm())
     prove("clipped once, the gradient is that of one process", late)
     early = compare(ranks(lesson.clipped, True), whole / whole.norm())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import gc
 import io
 import os
 import sys
@@ -176,6 +177,7 @@ def open_ranks(
         yield ranks
     finally:
         if dist.is_initialized():
+            gc.collect()  # or gloo may abort a rank that ends: pytorch/pytorch/pull/179291
             dist.destroy_process_group()
 
 

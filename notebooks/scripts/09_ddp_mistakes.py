@@ -1,5 +1,6 @@
 """Find out whether the replicas of a model are still equal, in plain PyTorch on two ranks."""
 
+import gc
 import os
 
 import torch
@@ -40,7 +41,8 @@ def worker(rank, world_size):
         if rank == 0:
             name = "model.module(x)" if unwrap else "model(x)"
             print(f"{name:15} replicas differ by {difference:.2f}")
-    dist.destroy_process_group()  # here, no model is left
+    gc.collect()  # or gloo may abort a rank that ends: pytorch/pytorch/pull/179291
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

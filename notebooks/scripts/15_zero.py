@@ -1,5 +1,6 @@
 """ZeRO by hand beside Adam in one process. Needs PyTorch and nothing else."""
 
+import gc
 import os
 
 import torch
@@ -38,6 +39,7 @@ def worker(rank, world_size):
         print(f"{world_size} ranks differ from one process by {difference:.5f} at most;", end=" ")
         kept = sum(state.numel() for state in adam.state[own].values() if state.ndim)
         print(f"a rank keeps {kept} of the {2 * len(flat)} numbers that are Adam's states")
+    gc.collect()  # or gloo may abort a rank that ends: pytorch/pytorch/pull/179291
     dist.destroy_process_group()
 
 

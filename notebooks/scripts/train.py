@@ -6,6 +6,7 @@ A step takes --batch-size sequences in all, so 1, 2 and 4 ranks print the same l
 import argparse
 import contextlib
 import faulthandler
+import gc
 import math
 import os
 import shutil
@@ -239,4 +240,5 @@ if __name__ == "__main__":
     option("--peak-tflops", type=float, default=0, help="of a rank's device, for the MFU")
     option("--timeout", type=float, default=600, help="seconds that ranks wait for each other")
     main(parser.parse_args())
-    dist.destroy_process_group()  # after the model is gone: the other order can hang
+    gc.collect()  # DDP's models are in cycles
+    dist.destroy_process_group()  # after the model is gone: the other order can hang, or abort

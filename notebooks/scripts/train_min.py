@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import gc
 import gzip
 import os
 from pathlib import Path
@@ -60,4 +61,5 @@ if __name__ == "__main__":
     parser.add_argument("--accumulate", type=int, default=1, help="batches in a step")
     parser.add_argument("--lr", type=float, default=0.1)
     main(parser.parse_args())
-    dist.destroy_process_group()  # after the model is gone: the other order can hang
+    gc.collect()  # DDP's models are in cycles
+    dist.destroy_process_group()  # after the model is gone: the other order can hang, or abort
