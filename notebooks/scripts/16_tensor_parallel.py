@@ -38,10 +38,8 @@ def worker(rank, world_size):
         return ReduceFromRegion.apply(hidden @ mine[1].T)
 
     adams = [torch.optim.Adam(nn.Sequential(*alone).parameters()), torch.optim.Adam(mine)]
-    for _ in range(5):
-        x = torch.randn(8, 16)  # the same on all ranks
-        outputs = [alone[1](torch.tanh(alone[0](x))), forward(x)]
-        losses = [y.square().mean() for y in outputs]
+    for x in torch.randn(5, 8, 16):  # the same on all ranks
+        losses = [y.square().mean() for y in (alone[1](torch.tanh(alone[0](x))), forward(x))]
         for loss, adam in zip(losses, adams):
             adam.zero_grad()
             loss.backward()
