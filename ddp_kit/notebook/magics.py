@@ -22,8 +22,7 @@ from ddp_kit import pool, settings
 from ddp_kit.error_hints import hint_for
 from ddp_kit.error_text import name_ranks
 from ddp_kit.errors import BackendError, DeadlockError, PoolError, RankError, RunError
-from ddp_kit.notebook import debugger
-from ddp_kit.notebook import rank_session as session
+from ddp_kit.notebook import debugger, rank_session
 from ddp_kit.pool import Result, arguments, launcher_of
 from ddp_kit.pool.wire import pickling
 from ddp_kit.progress_file import RANKS_CELL, recording
@@ -79,7 +78,7 @@ class RanksMagics(Magics):
         only = _parse_only(arguments.only, size)
         source, file = self._name_source(body)
         quiet = _check(source, file)
-        cell = session.Cell(source, file, only, quiet, self._with_names(backend))
+        cell = rank_session.Cell(source, file, only, quiet, self._with_names(backend))
         with recording(RANKS_CELL):
             try:
                 result = self._run(cell, size, backend, arguments.timeout)
@@ -90,9 +89,9 @@ class RanksMagics(Magics):
                 if isinstance(error, RankError):
                     error.hint = self._hint_for_name(error) or error.hint
                 raise
-        outputs = [output or session.CellOutput(None, {}) for output in result]
+        outputs = [output or rank_session.CellOutput(None, {}) for output in result]
         values = (output.value for output in outputs)
-        values = tuple(v.open() if isinstance(v, session.SealedValue) else v for v in values)
+        values = tuple(v.open() if isinstance(v, rank_session.SealedValue) else v for v in values)
         self.shell.user_ns[RESULT] = replace(result, values=values)
         if only is None or 0 in only:
             self.known = outputs[0].names
@@ -187,7 +186,7 @@ class RanksMagics(Magics):
 
     def _pull(self, names: tuple[str, ...], only: tuple[int, ...] | None) -> None:
         ranks = range(self._world_size) if only is None else only
-        found = self._ask(session.Pull(names, only))
+        found = self._ask(rank_session.Pull(names, only))
         for name in names:
             if missing := [rank for rank in ranks if name not in found[rank]]:
                 raise PoolError(f"there is no {name!r} on {name_ranks(missing)}; %ranks lists all")
@@ -203,7 +202,7 @@ class RanksMagics(Magics):
         for name, value in values.items():
             if value is self._pulled.get(name):
                 print(f"{name} is the list that %ranks pull has made: each rank gets all of it")
-        push = session.Push(values, only, self._with_names(self._backend))
+        push = rank_session.Push(values, only, self._with_names(self._backend))
         try:
             self._run(push, self._world_size, self._backend)
         except PoolError:
@@ -215,7 +214,7 @@ class RanksMagics(Magics):
             self.known |= {name: [] for name in names}
 
     def _print_names(self) -> None:
-        held = self._ask(session.Names()) if self._had else []
+        held = self._ask(rank_session.Names()) if self._had else []
         where: dict[str, list[int]] = {}
         for rank, names in enumerate(held):
             for name in names:
@@ -230,7 +229,7 @@ class RanksMagics(Magics):
         for launcher, ranks in self._had.items():
             if pool.keep_names(launcher, keep=False):  # else they have ended
                 backend = "mpi" if launcher == "mpiexec" else "auto"
-                pool.run(session.Reset(), world_size=max(ranks) + 1, backend=backend)
+                pool.run(rank_session.Reset(), world_size=max(ranks) + 1, backend=backend)
         self._forget()
 
     def _ask(self, worker: Any) -> Result:
