@@ -8,6 +8,7 @@ from notebook import Notebook
 pytestmark = pytest.mark.usefixtures("forked_torchrun")
 
 BOUND = 60  # seconds for a verdict; README.md has the true figures
+ALL_ARE_THERE = "settings.RUN_JUDGED_AFTER = settings.RANKS_JUDGED_AFTER = 10"  # also late ranks
 
 MUTUAL = """
 def worker(rank, world_size):
@@ -97,7 +98,7 @@ def notebook(hosts, tmp_path):
 
 
 def test_a_deadlock_across_hosts_is_found_with_all_its_waits(notebook):
-    run = notebook(MUTUAL, per_host=2)
+    run = notebook(MUTUAL, ALL_ARE_THERE, per_host=2)
     told = run.told()
     assert told["error"] == "DeadlockError", told
     assert "rank 0 waits for rank 2, rank 2 waits for rank 0" in told["text"]

@@ -54,7 +54,7 @@ def with_grace(execute, module):
     execute(module)
     module.LONGEST_FAILURE_GRACE = 5.0  # seconds
     if "DDP_KIT_FORKED_SPAWN" in os.environ:
-        module.RUN_JUDGED_AFTER = 1.5
+        module.RUN_JUDGED_AFTER, module.RANKS_JUDGED_AFTER = 1.5, 2.0
 
 
 sys.meta_path[:0] = [
