@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -73,8 +74,19 @@ def _shard_to_replicate(rank: int, world_size: int, shard_to_replicate: Callable
         most = -(-whole.shape[dim] // world_size)
         piece = whole.split(most, dim)[rank].contiguous()
         found[f"the whole from {name}"] = shard_to_replicate(piece, dim, whole.shape[dim])
-    alone = shard_to_replicate(whole.clone(), 0, 5, own_group(rank, world_size))
+    group = own_group(rank, world_size)
+    with _alone():
+        alone = shard_to_replicate(whole.clone(), 0, 5, group)
     return found | {"the whole in a group of one rank": alone}
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Raise an error of its own for one in a group of one rank: by it its mistake is known."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise LookupError(f"in a group of one rank: {error}") from error
 
 
 @compared("14.b", "shard_to_shard(piece, old, new, length)")
@@ -86,10 +98,8 @@ def _shard_to_shard(rank: int, world_size: int, shard_to_shard: Callable) -> dic
         piece = whole.split(most, old)[rank].contiguous()
         found[f"the piece from {names}"] = shard_to_shard(piece, old, 1 - old, whole.shape[old])
     group = own_group(rank, world_size)
-    try:
+    with _alone():
         alone = shard_to_shard(whole.clone(), 0, 1, 5, group)
-    except RuntimeError as error:  # an error of its own, by which its mistake is known
-        raise LookupError(f"in a group of one rank: {error}") from error
     return found | {"the piece in a group of one rank": alone}
 
 

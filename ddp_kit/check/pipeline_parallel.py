@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -141,6 +142,7 @@ hunt("17.10")
 @compared("17.a", "ForwardByHand(stage, width, loss_fn)")
 def _forward(rank: int, world_size: int, by_hand: Callable) -> dict:
     pipeline = by_hand(_first_or_other(rank), WIDTH, _loss)
+    order = _noted(pipeline)
     for i in range(2):
         pipeline.forward(i, *_micro_batch(i), 0)
     pipeline.finish()
@@ -149,7 +151,8 @@ def _forward(rank: int, world_size: int, by_hand: Callable) -> dict:
         "the inputs": [x.detach() for x in inputs],
         "the outputs": [y.detach() for y in outputs],
         "requires_grad of the inputs": [x.requires_grad for x in inputs],
-        "the cells": _recorded(pipeline.cells),
+        "requires_grad of the outputs": [y.requires_grad for y in outputs],
+        "the order of its steps": order(),
     }
 
 
@@ -165,13 +168,14 @@ def _backward_by_hand(rank: int, world_size: int, by_hand: Callable) -> dict:
         if rank < last:
             pipeline.send(y.detach(), rank + 1, i)
         pipeline.held[i] = x, _loss(y, targets) if rank == last else y
+    order = _noted(pipeline)
     returned = [pipeline.backward(i, 0) for i in (1, 0)]
     kept = sorted(pipeline.sending)
     pipeline.finish()
     return {
         "the gradients of its stage": [parameter.grad for parameter in stage.parameters()],
         "what it returned": returned,
-        "the cells": _recorded(pipeline.cells),
+        "the order of its steps": order(),
         "the messages, (dst, micro-batch), that are not finished": kept,
     }
 
@@ -192,8 +196,32 @@ def _loss(y: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return (y.sum(-1) - targets).square().mean() / 2
 
 
-def _recorded(cells: list) -> str:
-    return " ".join(f"{cell.kind}{cell.micro_batch}" for cell in cells)
+def _noted(pipeline: Any) -> Callable[[], str]:
+    """Return a function that says when the pipeline has received, computed and sent.
+
+    What it did within a cell stands in brackets after the cell: "receive F0 send F1 (receive)".
+    """
+    calls: list[tuple[float, str]] = []
+
+    def noted(name: str) -> Callable:
+        method = getattr(pipeline, name)
+
+        def note(*args: Any, **kwargs: Any) -> Any:
+            calls.append((time.monotonic(), name))
+            return method(*args, **kwargs)
+
+        return note
+
+    pipeline.receive, pipeline.send = noted("receive"), noted("send")
+
+    def order() -> str:
+        steps = [(cell.start, f"{cell.kind}{cell.micro_batch}") for cell in pipeline.cells]
+        for moment, name in calls:
+            within = any(cell.start < moment < cell.end for cell in pipeline.cells)
+            steps.append((moment, f"({name})" if within else name))
+        return " ".join(step for _, step in sorted(steps))
+
+    return order
 
 
 def _cell(kind: str, i: int, start: float, end: float) -> lesson.Cell:

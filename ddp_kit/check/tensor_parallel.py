@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -84,7 +85,11 @@ def _copy_to_region(rank: int, n: int, function: Any) -> dict:
     alone = own_group(rank, n)
     given = torch.arange(6.0).view(3, 2).T + 10 * rank  # not contiguous
     found = {}
-    for name, group in (("all ranks", None), ("a group of one rank", alone)):
+    for name, group, given in (
+        ("all ranks", None, given),
+        ("all ranks, from contiguous memory", None, given.contiguous()),
+        ("a group of one rank", alone, given),
+    ):
         x, gradient = torch.ones(2, 3, requires_grad=True), given.clone()
         y = function.apply(x, group)
         y.backward(gradient)
@@ -94,30 +99,39 @@ def _copy_to_region(rank: int, n: int, function: Any) -> dict:
 
 @compared("16.b", "RowParallelLinear(linear)")
 def _row_parallel_linear(rank: int, n: int, layer: Callable) -> dict:
-    found = {}
-    for name, bias, leave in (
-        ("with a bias", True, lesson.ReduceFromRegion),
-        ("without a bias", False, lesson.ReduceFromRegion),
-        ("with sequence parallelism", True, lesson.ReduceScatterToSequence),
+    found, alone = {}, own_group(rank, n)
+    for name, bias, leave, group in (
+        ("with a bias", True, lesson.ReduceFromRegion, None),
+        ("without a bias", False, lesson.ReduceFromRegion, None),
+        ("with sequence parallelism", True, lesson.ReduceScatterToSequence, None),
+        ("in a group of one rank", True, lesson.ReduceFromRegion, alone),
     ):
         torch.manual_seed(0)
         linear, x = nn.Linear(6, 3, bias=bias).double(), torch.randn(2, 6, 6).double()
-        x = x.chunk(n, dim=-1)[rank].clone().requires_grad_()
-        row = layer(linear, leave)
+        x = x.chunk(dist.get_world_size(group), dim=-1)[dist.get_rank(group)]
+        x = x.clone().requires_grad_()
+        row = layer(linear, leave, group)
         y = row(x)
         (y * (1 + torch.arange(3))).sum().backward()
         found |= {f"the output {name}": y.detach(), f"the gradient of x {name}": x.grad}
         found[f"that of the weight {name}"] = row.weight.grad
+        if bias and leave is lesson.ReduceFromRegion:
+            found[f"that of the bias {name}"] = getattr(row.bias, "grad", None)
     return found
 
 
 @compared("16.c", "vocabulary_parallel_loss(logits, targets)")
 def _vocabulary_parallel_loss(rank: int, n: int, loss_of: Callable) -> dict:
     logits, targets = _logits(n)
-    logits, found = logits[:6], {}
-    for name, shift in (("", 0.0), (" of large logits", 1000.0)):
-        own = (logits - logits.amax() + shift).chunk(n, dim=1)[rank].clone().requires_grad_()
-        loss = loss_of(own, targets[:6])
+    logits, found, alone = logits[:6], {}, own_group(rank, n)
+    for name, shift, group in (
+        ("", 0.0, None),
+        (" of large logits", 1000.0, None),
+        (" in a group of one rank", 0.0, alone),
+    ):
+        own = (logits - logits.amax() + shift).chunk(dist.get_world_size(group), dim=1)
+        own = own[dist.get_rank(group)].clone().requires_grad_()
+        loss = loss_of(own, targets[:6], group)
         loss.backward()
         found |= {f"the loss{name}": loss.detach(), f"the gradient{name}": own.grad}
     return found

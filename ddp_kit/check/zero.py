@@ -134,12 +134,24 @@ def _held_and_sent(rank: int, _: int, held_and_sent: Callable, what: str) -> dic
     return values
 
 
+class Block(nn.Module):
+    """A layer whose first parameter gets its gradient first, before those of the layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.linear = nn.Parameter(torch.empty(3)), nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return three numbers for each row of x, which has three."""
+        return self.linear(x) * self.scale
+
+
 class Blocks(nn.Module):
     """Two blocks, and a layer after them, of known numbers."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+        self.blocks = nn.ModuleList([Block(), Block()])
         self.head = nn.Linear(3, 2)
         for parameter in self.parameters():
             parameter.data = _numbers(*parameter.shape) / 8
@@ -155,7 +167,7 @@ def _left(parameters: Any) -> int:
     return sum(parameter.grad is not None for parameter in parameters)
 
 
-@compared("15.a", "FlatParameter(parameters)")
+@compared("15.a", "FlatParameter(parameters)", spare=1.25)
 def _flat_parameter(rank: int, n: int, flat_cls: Callable) -> dict:
     parameters = [nn.Parameter(_numbers(*shape)) for shape in ((5, 2), (4,), (3,))]
     flat = flat_cls(parameters)
@@ -167,22 +179,33 @@ def _flat_parameter(rank: int, n: int, flat_cls: Callable) -> dict:
     flat.gather()
     whole = torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
     found = {"shard.grad": gradient, "the parameters after the gather": whole}
+    if isinstance(gradient, torch.Tensor):
+        found["the bytes in the memory of shard.grad"] = gradient.untyped_storage().nbytes()
     return found | {"the whole gradients that are left": left}
 
 
 @compared("15.b", "Stage2(model)")
 def _stage_2(rank: int, n: int, stage_cls: Callable) -> dict:
     model = Blocks()
-    training = stage_cls(model)
+    training, left = stage_cls(model), []
+
+    def before_backward(_: torch.Tensor) -> None:
+        left.append(_left(model.blocks[1].parameters()))
+
+    def after_forward(*given: Any) -> None:
+        given[-1].register_hook(before_backward)
+
+    model.blocks[0].register_forward_hook(after_forward)
     model(_numbers(2, 3) + rank).sum().backward()
     found = {f"shard.grad of flats[{i}]": f.shard.grad for i, f in enumerate(training.flats)}
+    found["the whole gradients of blocks[1] when the backward of blocks[0] begins"] = left
     return found | {"the whole gradients that are left": _left(model.parameters())}
 
 
 @compared("15.c", "Stage3(model)")
 def _stage_3(rank: int, n: int, stage_cls: Callable) -> dict:
     model = Blocks()
-    training = stage_cls(model)
+    training, at_backwards = stage_cls(model), []
 
     def there() -> list[int]:
         memory = [flat.flat.untyped_storage().nbytes() for flat in training.flats]
@@ -195,6 +218,7 @@ def _stage_3(rank: int, n: int, stage_cls: Callable) -> dict:
     def before_backward(number: int, _: Any) -> None:
         if number not in there():
             raise BufferError("a backward begins, and its flat parameter has no memory")
+        at_backwards.append(there())
 
     def after_forward(number: int, *given: Any) -> None:
         given[-1].register_hook(partial(before_backward, number))
@@ -206,6 +230,7 @@ def _stage_3(rank: int, n: int, stage_cls: Callable) -> dict:
     found = {"the output": output.detach(), "the flat parameters left by the forward": there()}
     output.sum().backward()
     found |= {f"shard.grad of flats[{i}]": f.shard.grad for i, f in enumerate(training.flats)}
+    found["the flat parameters there when each backward begins"] = at_backwards
     return found | {"the flat parameters left by the backward": there()}
 
 
