@@ -10,7 +10,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from ddp_kit.check.compared import compared
+from ddp_kit.check.compared import MANY, compared
 from ddp_kit.check.grader import SENT, SIZES, UNCHANGED, Grader, brought, exercise, in_place, same
 
 ROUNDS, WARM_UP = 4, 100.0  # seconds of a clock that the grader sets
@@ -89,15 +89,21 @@ def _top_k(rank: int, world_size: int, top_k: Callable) -> dict:
     return found
 
 
-@compared("10.a", "votes(yes)")
+@compared("10.a", "votes(yes)", spare=MANY)
 def _votes(rank: int, world_size: int, votes: Callable) -> dict:
     yes = torch.tensor(
         ([True, True, False, True], [True, False, False, True], [True, True, False, False])[rank]
     )
-    given = yes.clone()
-    some, every, count = votes(given)
+    given, sizes, all_reduce = yes.clone(), [], dist.all_reduce
+
+    def noted(tensor: torch.Tensor, *args: Any, **named: Any) -> Any:
+        sizes.append(tensor.element_size())
+        return all_reduce(tensor, *args, **named)
+
+    with patch.object(dist, "all_reduce", noted):
+        some, every, count = votes(given)
     named = {"any rank": some, "every rank": every, "how many ranks": count.long()}
-    return {**named, "`yes` afterwards": given}
+    return {**named, "`yes` afterwards": given, "whether bytes are added up": 1 in sizes}
 
 
 @compared("10.b", "measure(rank, world_size, operation, sizes, dtype, most)")

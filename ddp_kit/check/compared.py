@@ -38,6 +38,7 @@ from ddp_kit.error_text import count
 from ddp_kit.pool import Result, run
 
 SPARE = 1.5  # times the bytes of the solution: there is more than one right answer
+MANY = 8.0  # the same, where wider numbers and whole objects are fine
 HUNTED = "train(rank, world_size)"
 Worker = Callable[..., Any]
 
@@ -85,9 +86,11 @@ class Comparison:
             grader.compare(right.values, result, mistake, verb="return")
         for rank, (sent, most) in enumerate(zip(learners.sent, self.most(case), strict=True)):
             if sent > most:
-                much = f"rank {rank} sent {count(sent, 'byte')} where {most:,} would be enough"
+                enough = right.sent[rank]
+                fact = f"right, but rank {rank} sent {count(sent, 'byte')}: {enough:,} are enough"
+                fact += f", and {most:,} are allowed" * (most > enough)
                 part = SENT if SENT in grader.parts else ""
-                grader.fail(f"right, but {much}", hint=self.mistake(learners, case), part=part)
+                grader.fail(fact, hint=self.mistake(learners, case), part=part)
         if self.spare and sum(right.sent) and not sum(learners.sent):
             grader.fail("right, but no rank sent anything to another", hint="nothing sent")
 

@@ -62,14 +62,15 @@ def _described(tensor: torch.Tensor, own: list[torch.Tensor]) -> str:
 def _by_hand(rank: int, world_size: int, by_hand: Callable) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for rows in (5, 2):
-        model, calls = _model(), []
-        model.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        model, weights = _model(), []
+        model.register_forward_hook(lambda m, *_, seen=weights: seen.append(m.weight.data_ptr()))
         outputs = by_hand(model, [CPU] * 3)(_batch(rows))
         if isinstance(outputs, torch.Tensor):
             outputs.square().mean().backward()
         found[f"the outputs of {rows} rows"] = _plain(outputs)
         found[f"the gradient of {rows} rows"] = model.weight.grad
-        found[f"the number of forwards of {rows} rows"] = len(calls)
+        found[f"the number of forwards of {rows} rows"] = len(weights)
+        found[f"the number of weights in these, of {rows} rows"] = len(set(weights))
     return found
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_kit.check.compared import compared, hunt
+from ddp_kit.check.compared import MANY, compared, hunt
 from ddp_kit.check.ddp import noting
 from ddp_kit.check.grader import SIZES, Grader, exercise
 from ddp_kit.error_text import count, name_ranks
@@ -210,17 +210,17 @@ def _train_uneven(rank: int, world_size: int, train_uneven: Callable) -> dict:
     return {"the steps": steps, **parameters, "one all_reduce a step": few}
 
 
-@compared("9.a", "mean_loss(losses)")
+@compared("9.a", "mean_loss(losses)", spare=MANY)
 def _mean_loss(rank: int, world_size: int, mean_loss: Callable) -> dict:
     weight = torch.ones(1, requires_grad=True)
-    losses = weight * torch.tensor(([6.0], [12.0, 24.0, 30.0], [3.0, 9.0])[rank])
+    losses = weight * torch.tensor(([6.0], [12.0, 24.0, 30.0, 18.0], [3.0, 9.0])[rank])
     mean_loss(losses).backward()
     mean = weight.grad.clone()
     dist.all_reduce(mean)
     return {"the gradient that DDP leaves": mean / world_size}
 
 
-@compared("9.b", "share_right(right)")
+@compared("9.b", "share_right(right)", spare=MANY)
 def _share_right(rank: int, world_size: int, share_right: Callable) -> dict:
     parts = {
         "of 5 examples, 1 and 2": ([1, 1, 1, 0, 0], [1], [0, 1])[rank],
@@ -234,7 +234,7 @@ def _share_right(rank: int, world_size: int, share_right: Callable) -> dict:
     return {case: "nan" if share != share else share for case, share in shares.items()}
 
 
-@compared("9.c", "StopTogether(patience)")
+@compared("9.c", "StopTogether(patience)", spare=MANY)
 def _stop_together(rank: int, world_size: int, stop_together: Callable) -> dict:
     losses = ([8, 4, 5, 3, 3, 3, 3], [9, 8, 7, 10, 7, 9, 1], [5, 5, 5, 5, 5, 5, 5])[rank]
     stop = stop_together(2)

@@ -22,6 +22,8 @@ def _route(rank: int, n: int, route: Callable) -> dict:
     for name, bias in (("without a bias", 0.0), ("with a bias for expert 3", 0.4)):
         scores = SCORES.clone().requires_grad_()
         weights, choice = route(scores, torch.tensor([0.0, 0.0, 0.0, bias]))
+        choice, order = choice.sort(-1)  # the best first, or in another order
+        weights = weights.gather(-1, order)
         (weights * torch.tensor([1.0, 3.0])).sum().backward()
         found |= {f"choice {name}": choice, f"weights {name}": weights.detach()}
         found[f"scores.grad {name}"] = scores.grad

@@ -162,13 +162,27 @@ def _who(absent: list[int]) -> str:
 
 
 class ScriptedStore:
-    """A store in one process. later: what the others do, once, when a key is waited for."""
+    """A store in one process. later: what the others do, once, when a key is waited for.
+
+    between: what another process does, once, between the first and the second call.
+    """
 
     def __init__(self) -> None:
         self.held: dict[str, bytes] = {}
         self.later: Callable[[], None] | None = None
+        self.between: Callable[[], None] | None = None
+        self._calls = 0
+
+    def _call(self) -> None:
+        self._calls += 1
+        if self._calls == 2 and self.between is not None:
+            self.between()
 
     def set(self, key: str, value: str | bytes) -> None:
+        self._call()
+        self._write(key, value)
+
+    def _write(self, key: str, value: str | bytes) -> None:
         self.held[key] = value if isinstance(value, bytes) else str(value).encode()
 
     def get(self, key: str) -> bytes:
@@ -184,11 +198,13 @@ class ScriptedStore:
             raise RuntimeError(f"all wait, and nobody writes {' and '.join(missing)}")
 
     def check(self, keys: list[str]) -> bool:
+        self._call()
         return all(key in self.held for key in keys)
 
     def add(self, key: str, amount: int) -> int:
+        self._call()
         number = int(self.held.get(key, b"0")) + amount
-        self.set(key, str(number))
+        self._write(key, str(number))
         return number
 
 
@@ -196,10 +212,16 @@ class ScriptedStore:
 def _join(rank: int, world_size: int, join: Callable) -> dict:
     store = ScriptedStore()
     comes = [("run 1", 3)] * 4 + [("run 2", 2)] * 3
-    return {
+    found = {
         f"process {number + 1} of {run}, with world size {size}": ended(join, store, run, size)
         for number, (run, size) in enumerate(comes)
     }
+    store, both = ScriptedStore(), []
+    store.between = lambda: both.append(ended(join, store, "run 1", 2))
+    both.append(ended(join, store, "run 1", 2))
+    if len(both) == 1:  # a single call: nothing can come in between
+        store.between()
+    return found | {"two processes at the same time": sorted(both, key=str)}
 
 
 @compared(
@@ -225,9 +247,10 @@ def _exchange(rank: int, world_size: int, exchange: Callable) -> dict:
 class _Service:
     """A clock, and a service that answers from some second on; `tried` has the time of each try."""
 
-    def __init__(self, answers: float) -> None:
+    def __init__(self, answers: float, error: type[Exception]) -> None:
         self.time, self._tries, self._at_once, self._answers = 0.0, 0, 0, answers
         self.tried: list[float] = []
+        self._error = error
 
     def now(self) -> float:
         return self.time
@@ -244,7 +267,7 @@ class _Service:
         if round(self.time, 3) not in self.tried:
             self.tried.append(round(self.time, 3))
         if self.time < self._answers:
-            raise ConnectionRefusedError
+            raise self._error
         return f"connected after {self.time:.1f} s"
 
 
@@ -256,10 +279,17 @@ class _Service:
 )
 def _keep_trying(rank: int, world_size: int, keep_trying: Callable) -> dict:
     found = {}
-    for answers in (0.0, 0.5, 1.9, 100.0):
-        service = _Service(answers)
-        how = ended(keep_trying, service.connect, 2.0, service.now, service.pause)
+    for answers, error in (
+        *((seconds, ConnectionRefusedError) for seconds in (0.0, 0.5, 3.9, 100.0)),
+        (0.5, KeyError),
+    ):
+        service = _Service(answers, error)
+        how = ended(
+            keep_trying, service.connect, 4.0, service.now, service.pause, errors=(Exception,)
+        )
         what = f"the service answers after {answers:g} s"
+        if error is KeyError:
+            what = "connect() raises a KeyError"
         found |= {f"the end if {what}": how, f"the tries if {what}": service.tried}
     return found
 

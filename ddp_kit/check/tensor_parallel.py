@@ -83,12 +83,12 @@ hunt("16.10", "16.11")
 @compared("16.a", "CopyToRegion(Function)")
 def _copy_to_region(rank: int, n: int, function: Any) -> dict:
     alone = own_group(rank, n)
-    given = torch.arange(6.0).view(3, 2).T + 10 * rank  # not contiguous
+    strided = torch.arange(6.0).view(3, 2).T + 10 * rank
     found = {}
     for name, group, given in (
-        ("all ranks", None, given),
-        ("all ranks, from contiguous memory", None, given.contiguous()),
-        ("a group of one rank", alone, given),
+        ("all ranks", None, strided),
+        ("all ranks, from contiguous memory", None, strided.contiguous()),
+        ("a group of one rank", alone, strided),
     ):
         x, gradient = torch.ones(2, 3, requires_grad=True), given.clone()
         y = function.apply(x, group)

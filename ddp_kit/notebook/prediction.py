@@ -55,7 +55,9 @@ def _lines(guess: Any, actual: Any) -> list[str]:
         return [f"Right: {_text(actual)}."]
     lines = [f"You predicted {_text(guess)}; it is {_text(actual)}."]
     if _kind(guess) != _kind(actual):
-        return [*lines, f"The answer is {_kind(actual)}, not {_kind(guess)}."]
+        kind = "a tuple" if isinstance(actual, tuple) else _kind(actual)
+        # "None" may be a choice that the question names.
+        return lines if guess is None else [*lines, f"The answer is {kind}, not {_kind(guess)}."]
     if remark := _remark(guess, actual):
         lines.append(remark)
     return lines

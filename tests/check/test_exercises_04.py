@@ -13,7 +13,7 @@ from ddp_kit.lessons import ring_allreduce
 from ddp_kit.lessons.ring_allreduce import exchange, neighbours
 
 
-@mistake("4.1", "too many bytes", "rank 0 sent 24 bytes where 12 would be")
+@mistake("4.1", "too many bytes", "rank 0 sent 24 bytes: 12 are enough")
 def test_a_reduce_scatter_that_sends_twice(output, pieces):
     rank, n = dist.get_rank(), dist.get_world_size()
     passing = pieces[(rank - 1) % n]
