@@ -125,6 +125,15 @@ def hints(rank, world_size):
 def only_passed(rank, world_size, value):
     return type(pickle.loads(pickle.dumps(value))) is type(value)
 
+def define(rank, world_size):
+    class Warm:
+        color = Color.RED
+        class Rate:
+            name = LABEL
+    return Warm.color.name + Warm.Rate.name
+
+LABEL = "dy"
+
 def left(rank, world_size):
     import __main__
     return [name for name in vars(__main__) if not name.startswith("__")]
@@ -140,6 +149,7 @@ def left(rank, world_size):
         ("load", [3]),
         ("only_passed, Outer.Inner()", True),
         ("hints", "int Batch Optional Batch"),
+        ("define", "REDdy"),
         ("left", ["left"]),  # of all that earlier runs had
     ],
 )

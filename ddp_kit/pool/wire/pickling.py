@@ -7,6 +7,7 @@ a receiver's changes stay with the receiver. Arguments of a worker in shared mem
 
 from __future__ import annotations
 
+import dis
 import functools
 import inspect
 import io
@@ -185,7 +186,11 @@ class _WorkerPickler(_Pickler):
 
 
 def _names_of(obj: Any) -> dict[str, Any]:
-    """Return the name of a function or a class in `__main__`, and those in its annotations."""
+    """Return the name of a function or a class in `__main__`, and those that it needs there.
+
+    These are names in its annotations, and in the bodies of classes that a function defines:
+    cloudpickle looks for names in functions only.
+    """
     main = sys.modules["__main__"]
     is_function = isinstance(obj, types.FunctionType)
     space = obj.__globals__ if is_function else vars(main)
@@ -194,12 +199,25 @@ def _names_of(obj: Any) -> dict[str, Any]:
         kinds = [kind for kind in inspect.get_annotations(obj).values() if type(kind) is not type]
         words.update(re.findall(r"\w+", repr(kinds)))
     names = {word: space[word] for word in words & space.keys() if _is_kind(space[word])}
+    if is_function:
+        names |= {word: space[word] for word in _of_bodies(obj.__code__) & space.keys()}
     first, *inner = obj.__qualname__.split(".")
     with suppress(AttributeError):  # it is local to a function, or has been replaced
         if operator.attrgetter(obj.__qualname__)(main) is obj and not (is_function and inner):
             names[first] = getattr(main, first)
     # A worker that does not need the others should not fail for them.
     return {n: value for n, value in names.items() if value is obj or not find_culprit(value)}
+
+
+def _of_bodies(code: types.CodeType) -> set[str]:
+    """Return the names that the bodies of classes within a function look up."""
+    found: set[str] = set()
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            if not inner.co_flags & inspect.CO_OPTIMIZED:  # it is no function
+                found |= {i.argval for i in dis.get_instructions(inner) if i.opname == "LOAD_NAME"}
+            found |= _of_bodies(inner)
+    return found
 
 
 def _is_kind(value: Any) -> bool:
