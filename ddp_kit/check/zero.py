@@ -167,6 +167,7 @@ def _left(parameters: Any) -> int:
     return sum(parameter.grad is not None for parameter in parameters)
 
 
+# An all_reduce in place of the reduce_scatter sends 1.5 times as much in all.
 @compared("15.a", "FlatParameter(parameters)", spare=1.25)
 def _flat_parameter(rank: int, n: int, flat_cls: Callable) -> dict:
     parameters = [nn.Parameter(_numbers(*shape)) for shape in ((5, 2), (4,), (3,))]
