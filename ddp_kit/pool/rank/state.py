@@ -122,7 +122,7 @@ class State:
             torch.cuda.manual_seed_all(self._seed)
         random.seed()  # Python's and NumPy's are seeded from the system
         if "numpy.random" in sys.modules:
-            sys.modules["numpy.random"].seed()
+            sys.modules["numpy.random"].seed(random.getrandbits(32))
 
     def _take_over(self, logs: LogSettings) -> None:
         """Configure logging as in the notebook, as far as that prints."""
@@ -197,6 +197,8 @@ class Functions:
 
     def put_back(self) -> list[str]:
         """Put back the functions that were replaced; return their names."""
+        if self._originals.items() <= self._there.items():
+            return []  # nearly always
         replaced = {}
         for name in self._originals:  # without a function of Python's: it may be among them
             value = self._there.get(name)
@@ -231,8 +233,8 @@ def _is_by_library(name: str, value: object) -> bool:
 
 
 def _handlers() -> list[Any]:
-    """Return the handlers of signals; one that a library has set may stay."""
-    found = list(map(signal.getsignal, sorted(signal.valid_signals())))
+    """Return the handlers of signals that have names; one that a library has set may stay."""
+    found = list(map(signal.getsignal, signal.Signals))
     codes = [getattr(handler, "__code__", None) for handler in found]
     by_library = [code is not None and not is_own(code.co_filename) for code in codes]
     return [h if not skip else signal.SIG_DFL for h, skip in zip(found, by_library, strict=True)]
@@ -328,6 +330,8 @@ class Settings:
         torch.set_default_device(None)
         faulthandler.cancel_dump_traceback_later()  # nobody can ask whether there is one
         settings = [*self._of_torch, *_OF_PYTHON]
+        if not self._changed(settings):
+            return None  # nearly always
         for each in self._changed(self._of_torch if is_cell else settings):
             # What cannot be put back costs a fresh process.
             with suppress(Exception), warnings.catch_warnings():
