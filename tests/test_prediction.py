@@ -98,8 +98,8 @@ def test_an_odd_prediction_is_shown_without_an_address(said, guess, shown):
         (24, 12, "You predicted twice the answer."),
         (3, 12, "The answer is 4 times your prediction."),
         (-0.5, 0.5, "Only the sign is wrong."),
-        (11.5, 12, "That is close: 4 % too low."),
-        (12.01, 12, "That is close: less than 1 % too high."),
+        (11.5, 12, "You are 4 % too low."),
+        (12.01, 12, "You are less than 1 % too high."),
     ],
 )
 def test_a_number_that_is_nearly_right_has_a_remark(said, guess, actual, remark):

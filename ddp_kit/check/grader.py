@@ -301,7 +301,10 @@ class Grader:
             hint = hint or reason
             if not hint and "'tuple' object does not support item assignment" in str(error):
                 hint = "tuple"
-            self.fail(FAILURES[type(error)], hint=hint, error=error)
+            fact = FAILURES[type(error)]
+            if line := _line_of_check(error):
+                fact += f" where the check uses it: {line}"
+            self.fail(fact, hint=hint, error=error)
         except BaseException:
             print(printed.getvalue(), end="")
             raise
@@ -458,6 +461,13 @@ def _raise_if_stub(error: Exception, number: str) -> None:
         named = not failure.message or failure.message.startswith(f"Exercise {number}")
         if named and failure.type == "NotImplementedError":  # PyTorch raises that type, too
             raise only_message(NotImplementedError(failure.message)) from None
+
+
+def _line_of_check(error: Exception) -> str:
+    """Return the check's line that raised where no line of the answer did; "" if one did."""
+    frames = [frame for one in getattr(error, "failures", {}).values() for frame in one.frames]
+    lines = [frame.source for frame in frames if Path(frame.file).parent == Path(__file__).parent]
+    return "" if any(frame.own for frame in frames) or not lines else lines[-1].partition("  #")[0]
 
 
 def only_message(error: E) -> E:

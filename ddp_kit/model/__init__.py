@@ -11,12 +11,13 @@
 All names below are those of the package: `model.chunked_ring`, `model.Transformer`, `model.plans`.
 """
 
-from ddp_kit.model.checks import check_count, check_times
 from ddp_kit.model.communication import (
     MIB,
     Link,
     Round,
     buckets,
+    check_count,
+    check_times,
     chunked_ring,
     ddp_step,
     fit,

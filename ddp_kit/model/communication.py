@@ -32,7 +32,6 @@ from itertools import accumulate
 from statistics import fmean, pvariance
 
 from ddp_kit.errors import ModelError
-from ddp_kit.model.checks import check_count, check_times
 
 MIB = 2**20
 
@@ -335,3 +334,19 @@ def _fit_logs(rows: Sequence[tuple[float, float, float]]) -> tuple[float, float]
             low, high, tried = low + (best - 1) * step, low + (best + 1) * step, 20
     _, alpha, beta = min(ends)
     return alpha, beta
+
+
+# --- what the numbers given to a model must be ------------------------------------------------
+
+
+def check_count(name: str, value: int) -> None:
+    """Raise ModelError unless `value` is a positive whole number."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ModelError(f"{name} must be a whole number of at least 1, got {value!r}")
+
+
+def check_times(**values: float) -> None:
+    """Raise ModelError if a value is negative, infinite or not a number."""
+    for name, value in values.items():
+        if not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+            raise ModelError(f"{name} must be a number of at least 0, got {value!r}")

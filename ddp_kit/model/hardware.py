@@ -15,8 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ddp_kit.errors import ModelError
-from ddp_kit.model.checks import check_count, check_times
-from ddp_kit.model.communication import Link, chunked_ring, two_level
+from ddp_kit.model.communication import Link, check_count, check_times, chunked_ring, two_level
 
 
 @dataclass(frozen=True)

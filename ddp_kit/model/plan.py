@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ddp_kit.errors import ModelError
-from ddp_kit.model.checks import check_count, check_times
+from ddp_kit.model.communication import check_count, check_times
 from ddp_kit.model.transformer import Transformer
 
 RECOMPUTE = ("none", "attention", "selective", "full")

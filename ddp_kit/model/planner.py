@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from ddp_kit.errors import ModelError
-from ddp_kit.model.checks import check_count
+from ddp_kit.model.communication import check_count
 from ddp_kit.model.hardware import Cluster
 from ddp_kit.model.plan import MIXED, Plan, Precision, objection
 from ddp_kit.model.plan_cost import Estimate, estimate, memory

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ddp_kit.errors import ModelError
-from ddp_kit.model.checks import check_count
+from ddp_kit.model.communication import check_count
 
 
 @dataclass(frozen=True)

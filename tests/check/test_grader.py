@@ -154,6 +154,20 @@ def test_an_error_shows_the_learners_line_and_nothing_of_the_grader():
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
 
 
+def test_a_result_that_the_check_cannot_use_is_shown_with_the_line_that_uses_it():
+    def route(scores, bias):
+        weights, choice = (scores + bias).topk(2)
+        return weights.tolist(), choice.tolist()
+
+    with pytest.raises(kit.ExerciseError) as caught:
+        kit.check.exercise_19_a(route)
+    assert str(caught.value) == (
+        "exercise 19.a, route(scores, bias) on 1 rank: it raised an error where the check uses it: "
+        "choice, order = choice.sort(-1)\n"
+        "rank 0 raised TypeError: sort() takes no positional arguments"
+    )
+
+
 def test_a_long_tensor_is_shown_with_the_first_place_where_it_differs():
     want, have = torch.arange(60.0), torch.arange(60.0)
     have[17] = -1
