@@ -51,13 +51,21 @@ class Outcome(NamedTuple):
     sent: list[int]
 
 
+class Counted(NamedTuple):
+    """Which messages count, in words such as " to other hosts", and for one of them and a case."""
+
+    words: str
+    is_one: Callable[..., bool]
+
+
 @dataclass(frozen=True)
 class Comparison:
     """How the answers to an exercise are compared.
 
     name: of the function or class that is the answer. worker: returns what must be as with the
     solution. spare: how many times the bytes of the solution a rank may send; None for any number.
-    call: returns the call in a case, for messages; None for the form.
+    counted: the messages that count; None for all that is sent. call: returns the call in a case,
+    for messages; None for the form.
 
     A case is the number of ranks, and what the worker gets after the answer.
     """
@@ -66,6 +74,7 @@ class Comparison:
     name: str
     worker: Worker
     spare: float | None
+    counted: Counted | None
     call: Callable[..., str] | None
 
     def grade(self, grader: Grader, *case: Any) -> None:
@@ -75,9 +84,9 @@ class Comparison:
             *case[1:],
             world_size=case[0],
             case=self.call and self.call(*case),
-            failed=lambda error: self.mistake(outcome_of(error), case),
+            failed=lambda error: self.mistake(self.outcome_of(error, case), case),
         )
-        learners, right = outcome_of(result), outcome(self, "", case)
+        learners, right = self.outcome_of(result, case), outcome(self, "", case)
         if not same(right.values, learners.values):
             mistake = self.mistake(learners, case)
             for key in _keys(right.values, learners.values):
@@ -87,7 +96,8 @@ class Comparison:
         for rank, (sent, most) in enumerate(zip(learners.sent, self.most(case), strict=True)):
             if sent > most:
                 enough = right.sent[rank]
-                fact = f"right, but rank {rank} sent {count(sent, 'byte')}: {enough:,} are enough"
+                fact = f"right, but rank {rank} sent {count(sent, 'byte')}"
+                fact += f"{self.counted.words if self.counted else ''}: {enough:,} are enough"
                 fact += f", and {most:,} are allowed" * (most > enough)
                 part = SENT if SENT in grader.parts else ""
                 grader.fail(fact, hint=self.mistake(learners, case), part=part)
@@ -118,6 +128,19 @@ class Comparison:
             return other
         return "unknown" if other == "otherwise" else ""
 
+    def outcome_of(self, ended: Result | Exception, case: tuple) -> Outcome:
+        """Return what a run did, by its result or its error."""
+        if isinstance(ended, Exception):
+            failures = getattr(ended, "failures", {}).values()
+            return Outcome([type(ended).__name__, *sorted({one.type for one in failures})], [], [])
+        rows = [ended.trace.summary(rank=rank).rows for rank in range(len(ended))]
+        sent = [sum(row.sent for row in each) for each in rows]
+        if self.counted is not None:
+            sent = [0.0] * len(ended)
+            for message in ended.trace.messages():
+                sent[message.src] += message.nbytes * self.counted.is_one(message, *case)
+        return Outcome([], list(ended), list(map(round, sent)))
+
     def most(self, case: tuple) -> list[float]:
         sent = outcome(self, "", case).sent
         return [math.inf if self.spare is None else round(self.spare * each) for each in sent]
@@ -145,13 +168,14 @@ def compared(
     kind: str = "gap",
     sizes: tuple[int, ...] = (2, 3),
     spare: float | None = SPARE,
+    counted: Counted | None = None,
     call: Callable[..., str] | None = None,
     **about: Any,
 ) -> Callable[[Worker], Worker]:
     """Register the check of an exercise: `worker(rank, world_size, answer)` tries an answer.
 
-    sizes: the numbers of ranks. For `worker`, `spare` and `call`, see Comparison; for the others,
-    such as `cases`, see `exercise`.
+    sizes: the numbers of ranks. For `worker`, `spare`, `counted` and `call`, see Comparison; for
+    the others, such as `cases`, see `exercise`.
     """
     where, part, others = "in every case", lambda _: "in every case", ()
     if max(sizes) > 1:
@@ -160,7 +184,7 @@ def compared(
     about = {"where": where, "others": others, "part": part, "cases": sizes} | about
 
     def add(worker: Worker) -> Worker:
-        comparison = Comparison(number, form.partition("(")[0], worker, spare, call)
+        comparison = Comparison(number, form.partition("(")[0], worker, spare, counted, call)
         exercise(number, form, right, kind=kind, **about)(comparison.grade)
         return worker
 
@@ -216,16 +240,6 @@ def outcome(comparison: Comparison, mistake: str, case: tuple) -> Outcome:
     how = {"world_size": world_size, "backend": "gloo", "timeout": TIMEOUT}
     with redirect_stdout(io.StringIO()):
         try:
-            return outcome_of(run(filled, comparison.worker, answer, *more, **how))
+            return comparison.outcome_of(run(filled, comparison.worker, answer, *more, **how), case)
         except tuple(FAILURES) as error:
-            return outcome_of(error)
-
-
-def outcome_of(ended: Result | Exception) -> Outcome:
-    """Return what a run did, by its result or its error."""
-    if isinstance(ended, Exception):
-        failures = getattr(ended, "failures", {}).values()
-        return Outcome([type(ended).__name__, *sorted({one.type for one in failures})], [], [])
-    ranks = range(len(ended))
-    sent = [round(sum(row.sent for row in ended.trace.summary(rank=r).rows)) for r in ranks]
-    return Outcome([], list(ended), sent)
+            return comparison.outcome_of(error, case)

@@ -162,7 +162,7 @@ def _who(absent: list[int]) -> str:
 
 
 class ScriptedStore:
-    """A store in one process. later: what the others do, once, when a key is waited for.
+    """A store in one process. later: what the others do, once, when a key or a counter is awaited.
 
     between: what another process does, once, between the first and the second call.
     """
@@ -172,6 +172,7 @@ class ScriptedStore:
         self.later: Callable[[], None] | None = None
         self.between: Callable[[], None] | None = None
         self._calls = 0
+        self._polled: tuple[str, int] | None = None  # the counter that was read last, and its value
 
     def _call(self) -> None:
         self._calls += 1
@@ -205,6 +206,11 @@ class ScriptedStore:
         self._call()
         number = int(self.held.get(key, b"0")) + amount
         self._write(key, str(number))
+        polled = None if amount else (key, number)
+        if polled and polled == self._polled and self.later is not None:
+            later, self.later = self.later, None
+            later()
+        self._polled = polled
         return number
 
 

@@ -124,9 +124,14 @@ hunt("11.9")
 
 @compared("11.a", "take_number(store, hosts)", sizes=(1,))
 def _take_number(rank: int, world_size: int, take_number: Callable) -> dict:
-    store, hosts = ScriptedStore(), 3
+    three, two = (_come_by_turns(take_number, hosts) for hosts in (3, 2))
+    return three | {"both with two hosts": two}
+
+
+def _come_by_turns(take_number: Callable, hosts: int) -> dict:
+    store = ScriptedStore()
     numbers: list[Any] = []  # of the hosts that have gone on
-    gone_on: list[int] = []  # how many have, when 1, 2 and 3 have come
+    gone_on: list[int] = []  # how many have, when 1, 2 and so on have come
 
     def come() -> None:
         store.later = others_come
@@ -141,7 +146,9 @@ def _take_number(rank: int, world_size: int, take_number: Callable) -> dict:
     while len(gone_on) < hosts:  # nobody has waited
         others_come()
     return {
-        "the hosts that have gone on when 1, 2 and 3 have come": gone_on,
+        f"the hosts that have gone on when {'1, 2 and 3' if hosts == 3 else '1 and 2'} have come": (
+            gone_on
+        ),
         "the numbers": sorted(numbers, key=str),
     }
 
@@ -186,18 +193,41 @@ def _save(rank: int, world_size: int, save: Callable) -> dict:
         save(folder, 3, torch.tensor([1.0, 2.0]))
         found = {"checkpoint.pt": _read(file)}
         found["the count of files"] = len(list(Path(folder).iterdir()))
+        save(folder, 4, torch.tensor([2.0, 3.0]))
+        found["the next checkpoint.pt"] = _read(file)
         with patch("torch.save", _save_and_die(finishes=False)), suppress(Killed):
-            save(folder, 4, torch.tensor([3.0, 4.0]))
-        return found | {"checkpoint.pt after a kill": _read(file)}
+            save(folder, 5, torch.tensor([3.0, 4.0]))
+        found["checkpoint.pt after a kill"] = _read(file)
+        renaming = [patch(f"os.{name}", side_effect=Killed) for name in ("rename", "replace")]
+        with renaming[0], renaming[1], suppress(Killed):
+            save(folder, 5, torch.tensor([3.0, 4.0]))
+        # Before Python 3.11, Path's methods are not stopped here.
+        left = getattr(_read(file), "get", {}.get)("step") in (4, 5)
+        return found | {"whether one is there after a kill before a rename": left}
 
 
 @compared("11.c", "train_tiny(rank, world_size, folder, steps)")
 def _train_tiny(rank: int, world_size: int, train_tiny: Callable) -> dict:
-    with shared_folder(rank) as folder:
+    batch, save, saved = train_tiny.__globals__["batch"], torch.save, []
+
+    def own_examples(step: int, *args: Any) -> tuple:
+        """Return a batch in which all numbers of other ranks' examples are 10."""
+        parts = [torch.full_like(part, 10.0) for part in batch(step, *args)]
+        for part, whole in zip(parts, batch(step, *args), strict=True):
+            part[rank::world_size] = whole[rank::world_size]
+        return tuple(parts)
+
+    def noted(value: Any, *args: Any, **named: Any) -> None:
+        saved.append(value["step"])
+        save(value, *args, **named)
+
+    own = patch.dict(train_tiny.__globals__, batch=own_examples)
+    with shared_folder(rank) as folder, own, patch("torch.save", noted):
         _, first = train_tiny(rank, world_size, folder, 3)
         dist.barrier()
         begun, second = train_tiny(rank, world_size, folder, 6)
     return {
+        "the steps with which a checkpoint was saved": saved,
         "the weights after 3 steps": first,
         "the step at which the second run begins": begun,
         "the weights after 6 steps": second,

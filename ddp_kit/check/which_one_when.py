@@ -7,8 +7,9 @@ are bounded as all answers are.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -18,9 +19,11 @@ from ddp_kit.check.compared import compared
 from ddp_kit.check.grader import Grader, exercise, hint_for
 from ddp_kit.check.record import Score, Span, record
 from ddp_kit.error_text import count
-from ddp_kit.model import DGX_H100, FP32, MIXED, Plan, Transformer
+from ddp_kit.model import DGX_H100, FP32, MIXED, Plan, Precision, Transformer
 
 BYTES = ((16, 0), (4, 12), (2, 14), (0, 16))  # kept and shared, of a parameter, by stage of ZeRO
+# Seconds of computing: a backward that hides a reduce_scatter, a forward that hides a gather.
+HIDES_A_REDUCTION, HIDES_A_GATHER = 0.002, 0.0036
 
 
 @compared("20.1", "gradient_norm(model, mesh, cut)", sizes=(2, 4))
@@ -138,7 +141,22 @@ def _step_seconds(grader: Grader, *call: Any) -> None:
 
 @compared("20.a", "train_by_hand(rank, world_size)", sizes=(4,))
 def _train_by_hand(rank: int, world_size: int, train: Callable) -> Any:
-    return train(rank, world_size, steps=1)
+    found, batches = {}, train.__globals__["batches"]
+    for tp in (2, 1):
+        dp, place = world_size // tp, rank // tp
+
+        def own_sequences(*args: Any, dp: int = dp, place: int = place) -> Iterator[tuple]:
+            """Yield batches in which the sequences of other places along dp are zeros."""
+            for batch in batches(*args):
+                parts = [torch.zeros_like(part) for part in batch]
+                for part, whole in zip(parts, batch, strict=True):
+                    part.chunk(dp)[place].copy_(whole.chunk(dp)[place])
+                yield tuple(parts)
+
+        with patch.dict(train.__globals__, batches=own_sequences):
+            parameters = train(rank, world_size, tp=tp, steps=1)
+        found |= {f"{name} with tp={tp}": value for name, value in parameters.items()}
+    return found
 
 
 @compared(
@@ -165,11 +183,18 @@ def _states(rank: int, world_size: int, states: Callable) -> dict:
 )
 def _dp_seconds(rank: int, world_size: int, seconds: Callable) -> dict:
     model, found = Transformer(8, 1024, 16, 32000, 2048), {}
+    cases = {
+        "nothing can be hidden": (0.0, MIXED),
+        "a part can be hidden": (0.0006, MIXED),
+        "all but a gather can be hidden": (HIDES_A_REDUCTION, MIXED),
+        "all can be hidden": (1.0, MIXED),
+        "all but float32 gradients can be hidden": (HIDES_A_GATHER, Precision(2, 4, 12, 2)),
+    }
     for zero in range(4):
-        for compute, what in ((0.0, "nothing"), (0.0006, "a part"), (1.0, "all")):
+        for what, (compute, precision) in cases.items():
             plan = Plan(dp=16, zero=zero, micro_batches=3)
-            number = float(seconds(model, plan, DGX_H100, MIXED, compute))
-            found[f"the seconds in stage {zero} if {what} can be hidden"] = number
+            number = float(seconds(model, plan, DGX_H100, precision, compute))
+            found[f"the seconds in stage {zero} if {what}"] = number
     return found
 
 
