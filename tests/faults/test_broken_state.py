@@ -344,7 +344,9 @@ def patch(path, value):
         ("os.chdir", None, False),
         ("torch.manual_seed", None, False),
         ("torch.distributed.all_reduce", lambda tensor: None, False),
+        ("torch.matmul", numpy.zeros(3), False),  # which cannot be compared
         ("builtins.print", None, False),
+        ("builtins.all", lambda values: True, False),
         ("builtins.isinstance", None, True),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -25,6 +25,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from importlib.machinery import SourceFileLoader
+from operator import is_
 from typing import Any, NamedTuple, NoReturn, TextIO
 
 import numpy
@@ -197,7 +198,7 @@ class Functions:
 
     def put_back(self) -> list[str]:
         """Put back the functions that were replaced; return their names."""
-        if self._originals.items() <= self._there.items():
+        if _all(_map(is_, self._originals.values(), _map(self._there.get, self._originals))):
             return []  # nearly always
         replaced = {}
         for name in self._originals:  # without a function of Python's: it may be among them
@@ -213,7 +214,7 @@ class Functions:
         return [f"{prefix}{name}" for name in replaced]
 
 
-_setattr = setattr  # a worker may replace it
+_all, _map, _setattr = all, map, setattr  # a worker may replace them
 
 
 def _is_by_library(name: str, value: object) -> bool:
