@@ -65,7 +65,7 @@ def memory(
 
     highest = max(sum(here.values()) for devices in held.values() for here in devices) or 1
     height = count * (TALL + GAP) - GAP
-    caption = "The number on a bar is its sum."
+    caption = "The number on a bar is its sum" + ("." if unit == "bytes" else f", in {unit}.")
     caption += f" All {name}s have the same scale." if count > 1 else ""
     foot = TOP + height + 0.52
     looks = {kind: (fill, EDGE, hatch) for kind, (fill, hatch) in kinds.items()}
