@@ -549,6 +549,15 @@ def ended(call: Callable, *args: Any, errors: tuple = (OSError, RuntimeError)) -
         return type(error).__name__
 
 
+def only(own: slice, tensors: Iterable[torch.Tensor], fill: float) -> list[torch.Tensor]:
+    """Return copies of tensors in which all rows but a rank's own are filled with a number."""
+    copies = []
+    for tensor in tensors:
+        copies.append(torch.full_like(tensor, fill))
+        copies[-1][own] = tensor[own]
+    return copies
+
+
 def own_group(rank: int, world_size: int) -> dist.ProcessGroup:
     """Return a group of this rank alone. All ranks must call this."""
     return [dist.new_group([member]) for member in range(world_size)][rank]

@@ -23,6 +23,8 @@ from ddp_kit.check.grader import (
     Grader,
     by_size,
     exercise,
+    name_counts,
+    only,
     open_store,
     shared_folder,
 )
@@ -146,15 +148,17 @@ def _come_by_turns(take_number: Callable, hosts: int) -> dict:
     while len(gone_on) < hosts:  # nobody has waited
         others_come()
     return {
-        f"the hosts that have gone on when {'1, 2 and 3' if hosts == 3 else '1 and 2'} have come": (
-            gone_on
-        ),
+        f"the hosts that have gone on when {name_counts(range(1, hosts + 1))} have come": gone_on,
         "the numbers": sorted(numbers, key=str),
     }
 
 
 class Killed(BaseException):
     """Stands for a kill: what an answer does not expect, and no `except Exception` catches."""
+
+
+def _die(*_args: Any, **_named: Any) -> None:
+    raise Killed
 
 
 def _save_and_die(finishes: bool) -> Callable:
@@ -198,12 +202,11 @@ def _save(rank: int, world_size: int, save: Callable) -> dict:
         with patch("torch.save", _save_and_die(finishes=False)), suppress(Killed):
             save(folder, 5, torch.tensor([3.0, 4.0]))
         found["checkpoint.pt after a kill"] = _read(file)
-        renaming = [patch(f"os.{name}", side_effect=Killed) for name in ("rename", "replace")]
-        with renaming[0], renaming[1], suppress(Killed):
+        with patch.multiple(os, rename=_die, replace=_die), suppress(Killed):
             save(folder, 5, torch.tensor([3.0, 4.0]))
-        # Before Python 3.11, Path's methods are not stopped here.
-        left = getattr(_read(file), "get", {}.get)("step") in (4, 5)
-        return found | {"whether one is there after a kill before a rename": left}
+        # Before Python 3.11, Path's methods are not stopped here, and the new one is there.
+        whole = isinstance(left := _read(file), dict) and left.get("step") in (4, 5)
+        return found | {"whether one is there after a kill before a rename": whole}
 
 
 @compared("11.c", "train_tiny(rank, world_size, folder, steps)")
@@ -211,11 +214,7 @@ def _train_tiny(rank: int, world_size: int, train_tiny: Callable) -> dict:
     batch, save, saved = train_tiny.__globals__["batch"], torch.save, []
 
     def own_examples(step: int, *args: Any) -> tuple:
-        """Return a batch in which all numbers of other ranks' examples are 10."""
-        parts = [torch.full_like(part, 10.0) for part in batch(step, *args)]
-        for part, whole in zip(parts, batch(step, *args), strict=True):
-            part[rank::world_size] = whole[rank::world_size]
-        return tuple(parts)
+        return tuple(only(slice(rank, None, world_size), batch(step, *args), 10.0))
 
     def noted(value: Any, *args: Any, **named: Any) -> None:
         saved.append(value["step"])

@@ -17,7 +17,7 @@ LONGEST = 60  # characters of a value that are printed
 LARGEST = 1e300  # a float may overflow beyond it
 TINY = 1e-12  # what is closer to zero equals it: a sum of floats is seldom exactly zero
 ROUNDED, READABLE = 1e6, 1e15  # between these a float is printed as a whole number
-CLOSE = 0.1  # of the answer: how far away a number is named only if it is as close as this
+CLOSE = 0.1  # of the answer: how far off a number is, is said if it is no further away
 # Factors that come from a known confusion: both directions, bits and bytes, elements and bytes.
 FACTORS = (2, 3, 4, 8, 10, 100, 1000, 1024)
 KINDS = (

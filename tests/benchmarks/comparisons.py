@@ -61,7 +61,7 @@ COMPARISONS = (
     ),
     Comparison(
         "warm call with one scalar all_reduce, 4 ranks",
-        "under 15 ms, which nobody notices",
+        "under 15 ms",
         rounds=15,
         fresh=False,
         sides=(
