@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 from collections.abc import Callable
@@ -231,6 +232,20 @@ def _train_tiny(rank: int, world_size: int, train_tiny: Callable) -> dict:
         "the step at which the second run begins": begun,
         "the weights after 6 steps": second,
     }
+
+
+@compared("11.d", "any_broken(loss)", spare=None)
+def _any_broken(rank: int, world_size: int, any_broken: Callable) -> dict:
+    found = {}
+    for who, broken in {"no rank": (), "one rank": (0,), "all ranks": range(world_size)}.items():
+        for value in (math.nan, math.inf):
+            weight = torch.tensor(value if rank in broken else rank + 1.0, requires_grad=True)
+            loss = 2 * weight
+            answer = any_broken(loss)
+            answer = answer.item() if isinstance(answer, torch.Tensor) else answer
+            found[f"the answer when {who} has {value}"] = answer
+            found[f"the loss when {who} has {value}"] = str(loss.item())
+    return found
 
 
 STEPS, EVERY = 10, 3

@@ -1,4 +1,4 @@
-# Made from notebooks/11_torchrun.ipynb by `make editions`: edit that, not this. eb1213a4ef0a
+# Made from notebooks/11_torchrun.ipynb by `make editions`: edit that, not this. a2d09ead4c1d
 """torchrun: one program, one host or many."""
 
 import os
@@ -104,6 +104,12 @@ def train_tiny(rank, world_size, folder, steps, pause=0.0):
         dist.barrier()  # nobody continues before it is written
         time.sleep(pause if world_size == 1 else 0)
     return begun, weights.tolist()
+
+
+def any_broken(loss):
+    broken = (~loss.isfinite()).int()
+    dist.all_reduce(broken, op=dist.ReduceOp.MAX)
+    return broken.item() > 0
 
 
 if __name__ == "__main__":
