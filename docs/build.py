@@ -55,27 +55,6 @@ PARTS = {  # folders of notebooks/, each with a page of its own
     "solutions": "The cells of the exercises with the missing lines filled in, and why they are "
     "right. Try first.\nThe search leaves these pages out.",
 }
-MOVED = {  # notebooks that have had another name, whose pages lead to the new ones: from old to new
-    "08_ddp_mistakes": "09_ddp_mistakes",
-    "09_backends": "10_backends",
-    "10_torchrun": "11_torchrun",
-    "11_what_happens_at_1024": "12_what_happens_at_1024",
-    "12_device_mesh": "14_device_mesh",
-    "13_zero": "15_zero",
-    "14_tensor_parallel": "16_tensor_parallel",
-    "15_pipeline_parallel": "17_pipeline_parallel",
-    "16_context_parallel": "18_context_parallel",
-    "17_which_one_when": "20_which_one_when",
-    "18_your_own_backend": "21_your_own_backend",
-}
-REDIRECT = """<!doctype html>
-<html lang="en">
-<meta charset="utf-8">
-<meta http-equiv="refresh" content="0; url={0}.html">
-<title>{0}</title>
-<p>This page is now <a href="{0}.html">{0}</a>.</p>
-</html>
-"""
 SPOKEN = {  # what the theme writes, and what a screen reader or a keyboard can use
     '<summary><span class="toctree-toggle"': '<summary aria-label="Pages below">'
     '<span class="toctree-toggle"',
@@ -224,17 +203,6 @@ def notebooks(parts: list[str]) -> list[Path]:
     return [*lessons(), *(path for name in parts for path in part(name))]
 
 
-def redirects(parts: list[str]) -> dict[str, str]:
-    """Return the pages that lead from old names of notebooks to the new ones, by their path."""
-    old_names = {new: old for old, new in MOVED.items()}
-    found = {}
-    for path in notebooks(parts):
-        if old := old_names.get(path.stem):
-            name = path.relative_to(ROOT).with_name(f"{old}.html").as_posix()
-            found[name] = REDIRECT.format(path.stem)
-    return found
-
-
 def linked_files(found: dict[str, str]) -> set[str]:
     """Return the files of the repository to which pages link and which are no pages."""
     targets = {
@@ -268,8 +236,6 @@ def build(site: Path, parts: list[str]) -> int:
             path.write_text(text, "utf-8")
         for path in notebooks(parts):
             shutil.copyfile(path, site / path.relative_to(ROOT))
-        for name, text in redirects(parts).items():
-            (site / name).write_text(text, "utf-8")
     return status
 
 

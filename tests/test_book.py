@@ -76,17 +76,6 @@ def test_each_link_leads_to_a_page_or_a_file(parts):
     assert set(links) - known == set()
 
 
-@pytest.mark.parametrize("parts", [ALL, GRADED], ids=["all", "without solutions"])
-def test_an_old_name_leads_to_the_new_page(parts):
-    found = build.redirects(parts)
-    assert {posixpath.basename(name) for name in found} == {f"{old}.html" for old in build.MOVED}
-    for name, text in found.items():
-        (new,) = set(re.findall(r'(?:url=|href=")(\w+)\.html"', text))
-        assert new == build.MOVED[Path(name).stem]
-        assert f"{posixpath.dirname(name)}/{new}.ipynb" in pages(*parts)
-        assert f"{posixpath.splitext(name)[0]}.ipynb" not in pages(*parts)
-
-
 def test_a_page_offers_its_notebook():
     for path in build.notebooks(ALL):
         opening = build.page(path, ALL)["cells"][0]["source"]
