@@ -282,21 +282,6 @@ def test_the_ring_is_shown_step_by_step_without_another_run(shared):
     assert (front.states[play]["max"], front.states[step]["max"]) == (2, 2)
 
 
-def test_sliders_of_a_formula_draw_it_again_and_run_nothing(shared):
-    front = FrontEnd(shared)
-    front.open(
-        "from ddp_kit.lessons import ring_allreduce\n"
-        "view = ring_allreduce.explore_formula(ranks=4); view.interact()"
-    )
-    before = front.picture
-    front.move("ranks", 2)
-    front.read_until(lambda: front.picture != before)
-    assert shared.value("repr(view).splitlines()[0]") == repr(
-        "2 ranks, 50 µs and 0.1 ns per byte: the whole ring is never slower (ms)"
-    )
-    assert shared.value("view.result is None and view.call") == "''"
-
-
 def test_a_cell_of_jupyterlab_shows_controls_below_the_picture(shared, tmp_path):
     shared.run(EXPLORER)
     front = FrontEnd(shared)

@@ -42,22 +42,6 @@ class ForwardingStore(dist.Store):
     def check(self, keys):
         return self.store.check(keys)
 
-    def compare_set(self, key, expected, desired):
-        return self.store.compare_set(key, expected, desired)
-
-    def multi_get(self, keys):
-        return [self.get(key) for key in keys]
-
-    def multi_set(self, keys, values):
-        for key, value in zip(keys, values, strict=True):
-            self.set(key, value)
-
-    def has_extended_api(self):
-        return self.store.has_extended_api()
-
-    def set_timeout(self, timeout):
-        self.store.set_timeout(timeout)
-
 
 def ranks_in(keys: Sequence[str]) -> list[int]:
     """Return the ranks at the end of keys such as "0//cpu//0/1"."""
@@ -188,40 +172,31 @@ def _meaning(failure) -> str:
     return f"{failure.type}, which this lesson does not explain; read its message."
 
 
-@lesson_main("init_methods", init=False)
-def main(ranks: Ranks) -> str:
-    """Form groups in four ways, look into the store, and print one line."""
-    proposed = list(ranks(_propose))
-    try:
-        _prove_rendezvous(ranks, *proposed[0])  # rank 0 decides
-    finally:
-        for folder, _ in proposed:
-            shutil.rmtree(folder, ignore_errors=True)
-    return "met in 4 ways, one address from each in the store"
-
-
 def _propose(rank: int, world_size: int) -> tuple[str, list[int]]:
     return tempfile.mkdtemp(), free_ports(3)
 
 
-def _prove_rendezvous(ranks: Ranks, folder: str, ports: list[int]) -> None:
+@lesson_main("init_methods", init=False)
+def main(ranks: Ranks) -> str:
+    """Form groups in four ways, look into the store, and print one line."""
     n = ranks.world_size
-    for rank, seen in enumerate(ranks(lesson.noted, f"{folder}/noted")):
-        _prove_all_gather(seen, rank, n)
-    workers = lesson.by_environment, lesson.by_tcp, lesson.by_store, lesson.by_file
-    for worker, point in zip(workers, [*ports, f"{folder}/met"], strict=True):
-        with patch.dict(os.environ):  # under torchrun a worker changes this process's own
-            sums = list(ranks(worker, point))
-        prove(f"all ranks met {worker.__name__}", sums == [n * (n - 1) // 2] * n)
-
-
-def _prove_all_gather(seen: dict, rank: int, world_size: int) -> None:
-    wrote = [key for call, key, _ in seen["notes"] if call == "set"]
-    read = [key for call, key, _ in seen["notes"] if call == "get"]
-    prove("a rank writes one key, which ends in its number", ranks_in(wrote) == [rank])
-    prove("a rank reads the key of every rank", sorted(ranks_in(read)) == list(range(world_size)))
-    prove("a rank wrote an address at which it listens", seen["listens"] != "nothing")
-    prove("messages do not go through the store", seen["later"] == 0)
+    proposed = list(ranks(_propose))
+    folder, ports = proposed[0]  # rank 0 decides
+    try:
+        for rank, seen in enumerate(ranks(lesson.noted, f"{folder}/noted")):
+            wrote = [key for call, key, _ in seen["notes"] if call == "set"]
+            prove("a rank writes one key, which ends in its number", ranks_in(wrote) == [rank])
+            prove("a rank wrote an address at which it listens", seen["listens"] != "nothing")
+            prove("messages do not go through the store", seen["later"] == 0)
+        workers = lesson.by_environment, lesson.by_tcp, lesson.by_store, lesson.by_file
+        for worker, point in zip(workers, [*ports, f"{folder}/met"], strict=True):
+            with patch.dict(os.environ):  # under torchrun a worker changes this process's own
+                sums = list(ranks(worker, point))
+            prove(f"all ranks met {worker.__name__}", sums == [n * (n - 1) // 2] * n)
+    finally:
+        for path, _ in proposed:
+            shutil.rmtree(path, ignore_errors=True)
+    return "met in 4 ways, one address from each in the store"
 
 
 from ddp_kit.lessons import init_methods as lesson

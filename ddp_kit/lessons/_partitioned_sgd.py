@@ -56,7 +56,7 @@ def train_beside_ddp(rank: int, world_size: int) -> list[torch.Tensor]:
     return replicas
 
 
-def repeat_tutorial(ranks: Ranks, epochs: int) -> None:
+def repeat_tutorial(ranks: Ranks, epochs: int = 10) -> None:
     """Train on all 60,000 digits; print the mean loss of each epoch, and the test accuracy.
 
     Raises DataError as `kit.mnist` does.
@@ -74,26 +74,22 @@ def repeat_tutorial(ranks: Ranks, epochs: int) -> None:
 
 @lesson_main(
     "partitioned_sgd",
-    epochs={"type": int, "help": "passes over the digits (default 1)"},
     tutorial={
         "action": "store_true",
         "help": "train as the tutorial does: 10 epochs on all 60,000 digits of MNIST; takes "
         "minutes",
     },
 )
-def main(ranks: Ranks, epochs: int | None, tutorial: bool) -> str | None:
+def main(ranks: Ranks, tutorial: bool) -> str | None:
     """Train, compare with one process and with DDP, and print one line."""
     if tutorial:
-        return repeat_tutorial(ranks, 10 if epochs is None else epochs)
+        return repeat_tutorial(ranks)
     whole = whole_batch_gradient(32 * ranks.world_size)
     mean = compare(ranks(lesson.mean_gradient), whole)
     prove("the mean of the shards' gradients is the batch's gradient", mean)
-    both = ranks(train_beside_ddp)
-    prove("average_gradients equals DDP", compare([hand for hand, _ in both], both[0][1]))
-    epochs = 1 if epochs is None else epochs
-    trained = ranks(lesson.train, lesson.average_gradients, None, epochs)
-    replicas = [replica["parameters"] for replica in trained]
-    same = compare(replicas, replicas[0], rtol=0, atol=0)
+    by_hand, by_ddp = zip(*ranks(train_beside_ddp), strict=True)
+    prove("average_gradients equals DDP", compare(list(by_hand), by_ddp[0]))
+    same = compare(list(by_hand), by_hand[0], rtol=0, atol=0)
     prove("all replicas are equal to the last bit", same)
     return "replicas bit-equal, gradients equal one process"
 

@@ -1,4 +1,4 @@
-# Made from notebooks/10_backends.ipynb by `make editions`: edit that, not this. be890be4a2ad
+# Made from notebooks/10_backends.ipynb by `make editions`: edit that, not this.
 """Backends: what each can do, and what it costs."""
 
 import math
@@ -17,7 +17,6 @@ from ddp_kit.lessons._backends import (
     DTYPES,
     EVERYWHERE,
     LIMIT,
-    NCCL_DTYPES,
     OPERATIONS,
     OPS,
     PLACES,
@@ -26,7 +25,6 @@ from ddp_kit.lessons._backends import (
     here,
     main,
     missing,
-    nccl_documented,
     probe,
     probe_here,
     refusals,

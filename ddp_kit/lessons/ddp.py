@@ -1,4 +1,4 @@
-# Made from notebooks/08_ddp.ipynb by `make editions`: edit that, not this. 6aedaf2d457c
+# Made from notebooks/08_ddp.ipynb by `make editions`: edit that, not this.
 """DistributedDataParallel: what it sends, and when."""
 
 import time

@@ -1,4 +1,4 @@
-# Made from notebooks/14_device_mesh.ipynb by `make editions`: edit that, not this. 9f4c64f2d0b4
+# Made from notebooks/14_device_mesh.ipynb by `make editions`: edit that, not this.
 """Device meshes: one tensor on many ranks."""
 
 import math

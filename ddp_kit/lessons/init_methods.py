@@ -1,4 +1,4 @@
-# Made from notebooks/06_init_methods.ipynb by `make editions`: edit that, not this. bd7556953b3b
+# Made from notebooks/06_init_methods.ipynb by `make editions`: edit that, not this.
 """Init methods: how ranks find each other."""
 
 import os

@@ -1,4 +1,4 @@
-# Made from notebooks/03_partitioned_sgd.ipynb by `make editions`: edit that, not this. 669523e5f145
+# Made from notebooks/03_partitioned_sgd.ipynb by `make editions`: edit that, not this.
 """Partitioned SGD: four replicas learn as one."""
 
 from random import Random

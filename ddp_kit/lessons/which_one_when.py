@@ -1,4 +1,4 @@
-# Made from notebooks/20_which_one_when.ipynb by `make editions`: edit that, not this. 8e6d2b2e3b3f
+# Made from notebooks/20_which_one_when.ipynb by `make editions`: edit that, not this.
 """Which one when: plan a training run for 1 to 16,384 GPUs."""
 
 import torch

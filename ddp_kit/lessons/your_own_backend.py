@@ -1,4 +1,4 @@
-# Made from notebooks/21_your_own_backend.ipynb by `make editions`: edit that, not this. 3487a411edec
+# Made from notebooks/21_your_own_backend.ipynb by `make editions`: edit that, not this.
 """Your own backend: the ranks of a host share memory."""
 
 import copy
