@@ -18,7 +18,7 @@ from torch.distributed import tensor
 
 import ddp_kit as kit
 from ddp_kit import lessons
-from ddp_kit.lessons import collectives, ddp, partitioned_sgd, ring_allreduce
+from ddp_kit.lessons import collectives, ring_allreduce
 from ddp_kit.notebook import controls
 
 # An explorer of one number. 7 raises, 8 waits for a file, 9 never ends.
@@ -357,8 +357,7 @@ def test_controls_outside_a_notebook_are_refused():
         (lambda: collectives.explore("sum"), "collective must be one of broadcast, scatter,"),
         (lambda: collectives.explore(root=4), "root must be one of 0, 1, 2, 3, got 4"),
         (lambda: collectives.explore(world_size=0), "world_size must be at least 1, got 0"),
-        (lambda: ddp.explore(world_size="2"), "world_size must be a whole number such as 4"),
-        (lambda: partitioned_sgd.explore(lr=float("nan")), "lr must be a positive number, got nan"),
+        (lambda: ring_allreduce.explore("2"), "world_size must be a whole number such as 4"),
     ],
 )
 def test_an_impossible_setting_is_refused_in_one_sentence(explore, message):
@@ -366,9 +365,3 @@ def test_an_impossible_setting_is_refused_in_one_sentence(explore, message):
         explore()
     assert str(caught.value).startswith(message)
     assert "\n" not in str(caught.value)
-
-
-def test_a_value_that_the_menu_lacks_can_be_chosen():
-    view = partitioned_sgd.explore(world_size=2, lr=0.02)
-    assert repr(view).startswith("The first steps of 2 ranks with learning rate 0.02\n")
-    assert view.choices(view.settings)["lr"] == [0.003, 0.01, 0.02, 0.03, 0.1, 0.3]

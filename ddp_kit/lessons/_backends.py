@@ -39,7 +39,6 @@ DTYPES = (
     *("float32", "float64", "float16", "bfloat16", "float8_e4m3fn"),
     *("int64", "int32", "uint8", "bool", "complex64"),
 )
-ANY = "any"  # the dtype of an operation that moves no tensor
 
 
 def missing(backend: str, world_size: int = 2) -> str | None:
@@ -183,23 +182,6 @@ def _all_to_all(single, rank, n, dtype):
     return list(into.chunk(n)), [_chunks(other, n, dtype)[rank] for other in range(n)]
 
 
-def _barrier(rank, n, dtype):
-    dist.barrier()
-    return [], []
-
-
-def _objects(rank, n, dtype):
-    collected: list = [None] * n
-    dist.all_gather_object(collected, {"rank": rank})
-    copied = ["a word"] if rank == 0 else [None]
-    dist.broadcast_object_list(copied, src=0)
-    scattered: list = [None]
-    dist.scatter_object_list(scattered, list(range(n)) if rank == 0 else None, src=0)
-    expected = [{"rank": other} for other in range(n)], ["a word"], [rank]
-    return [torch.tensor((collected, copied, scattered) == expected)], [torch.tensor(True)]
-
-
-WITHOUT_DTYPE = {"barrier": _barrier, "objects": _objects}
 OPERATIONS = {
     "send, recv": _send_recv,
     "broadcast": _broadcast,
@@ -213,7 +195,7 @@ OPERATIONS = {
     "reduce_scatter_single": partial(_reduce_scatter, True),
     "all_to_all": partial(_all_to_all, False),
     "all_to_all_single": partial(_all_to_all, True),
-} | WITHOUT_DTYPE
+}
 
 
 # --- trying them ----------------------------------------------------------------------------
@@ -267,12 +249,11 @@ def probe(run, operations=OPERATIONS, dtypes=DTYPES):
     """
     cells: dict[tuple[str, str], str] = {}
     for name, operation in operations.items():
-        kinds = (ANY,) if name in WITHOUT_DTYPE else tuple(dtypes)
         try:
-            per_rank = list(run(attempt, operation, kinds))
-            outcomes = {kind: _agreed([went[kind] for went in per_rank]) for kind in kinds}
+            per_rank = list(run(attempt, operation, dtypes))
+            outcomes = {kind: _agreed([went[kind] for went in per_rank]) for kind in dtypes}
         except (RankError, RankDiedError, DeadlockError, RunTimeoutError):
-            outcomes = {kind: _alone(run, operation, kind) for kind in kinds}
+            outcomes = {kind: _alone(run, operation, kind) for kind in dtypes}
         cells |= {(name, kind): _judged(name, kind, went) for kind, went in outcomes.items()}
     return cells
 

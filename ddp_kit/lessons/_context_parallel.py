@@ -16,7 +16,7 @@ from ddp_kit import compare, device
 from ddp_kit.lessons._gpt import Config, batches, make_gpt
 from ddp_kit.lessons._launch import Ranks, lesson_main, prove
 from ddp_kit.lessons.ring_allreduce import neighbours
-from ddp_kit.lessons.zero import ADAM, bytes_by_kind, copies, keeping, train_alone
+from ddp_kit.lessons.zero import ADAM, bytes_by_kind, fit, keeping, train_alone
 from ddp_kit.trace.bytes_sent import bytes_sent
 
 WIDTH = 8  # of a head
@@ -164,16 +164,12 @@ def watch_memory(rank, world_size, layout, attend, length):
 
 def learn(model, loss_of_part, batches):
     """Train on the parts of the batches, and return "losses" and "parameters"."""
-    optimizer, losses = ADAM(model.parameters()), []
-    for batch in batches:
-        optimizer.zero_grad()
-        loss = loss_of_part(model, batch)
-        loss.backward()
-        for part in (loss.detach(), *(parameter.grad for parameter in model.parameters())):
+
+    def add_up(loss):
+        for part in (loss, *(parameter.grad for parameter in model.parameters())):
             dist.all_reduce(part)
-        optimizer.step()
-        losses.append(loss.item())
-    return {"losses": losses, "parameters": copies(model)}
+
+    return fit(model, ADAM, batches, lambda model, *batch: loss_of_part(model, batch), add_up)
 
 
 @lesson_main("context_parallel")

@@ -8,10 +8,7 @@ from torch import nn
 
 from ddp_kit import compare
 from ddp_kit.lessons._launch import Ranks, lesson_main, prove
-from ddp_kit.notebook.controls import Explorer, positive
 from ddp_kit.trace import Trace
-
-_USUAL_CAPS = (0.5, 1, 2, 4, 25)  # MiB; the last is DDP's default
 
 
 def count_calls(trace: Trace) -> Counter[str]:
@@ -42,24 +39,6 @@ def typical(trace: Trace) -> int:
     reduced = [event for event in trace if event.rank == 0 and event.op == "DDP all_reduce"]
     waits = [event.end - event.waited for event in reduced if event.end and event.waited][1:]
     return 1 + waits.index(sorted(waits)[len(waits) // 2])
-
-
-def explore(bucket_cap_mb: float = 1, world_size: int = 2) -> Explorer:
-    """Run ten backwards of a Stack and draw the buckets of a typical one on rank 0.
-
-    In JupyterLab, controls follow. Raises PoolError for an invalid choice.
-    """
-    caps = positive("bucket_cap_mb", bucket_cap_mb, _USUAL_CAPS)
-    return Explorer(
-        "ddp",
-        {"bucket_cap_mb": bucket_cap_mb, "world_size": world_size},
-        choices=lambda settings: {
-            "bucket_cap_mb": caps,
-            "world_size": range(1, max(4, world_size) + 1),
-        },
-        ask=lambda settings: (lesson.backwards, settings["bucket_cap_mb"]),
-        draw=lambda result, settings: on_one_axis(result)[0],
-    )
 
 
 @lesson_main("ddp")

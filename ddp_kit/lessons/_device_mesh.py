@@ -1,4 +1,4 @@
-"""The proof of the lesson on device meshes, pictures of a redistribute, and bytes that TCP sent."""
+"""The proof of the lesson on device meshes, and the bytes that TCP sent."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from ddp_kit import compare
 from ddp_kit.lessons._launch import Ranks, lesson_main, prove
-from ddp_kit.notebook.controls import Explorer
 from ddp_kit.trace import Trace
 
 # Once in each process, PyTorch warns that it gathers on the CPU where it could call all_to_all, and
@@ -26,16 +25,10 @@ from ddp_kit.trace import Trace
 for name in ("_collective_utils", "_redistribute"):
     logging.getLogger(f"torch.distributed.tensor.{name}").setLevel(logging.ERROR)
 
-PLACEMENTS: dict[str, Placement] = {
-    "Shard(0)": Shard(0),
-    "Shard(1)": Shard(1),
-    "Replicate()": Replicate(),
-    "Partial()": Partial(),
-}
 # Every change that `redistribute` makes: nothing becomes partial.
 CHANGES = [
     (before, after)
-    for before, after in itertools.product(PLACEMENTS.values(), repeat=2)
+    for before, after in itertools.product((Shard(0), Shard(1), Replicate(), Partial()), repeat=2)
     if before != after and after != Partial()
 ]
 
@@ -63,48 +56,6 @@ def sent_by_tcp() -> Counter[int]:
                     sent_in_all, sent_again = struct.unpack_from("QQ", info, 200)
                     sent[status.st_ino] = sent_in_all - sent_again
     return sent
-
-
-def explore(
-    before: str = "Shard(0)",
-    after: str = "Replicate()",
-    world_size: int = 4,
-    rows: int = 4,
-    columns: int = 4,
-) -> Explorer:
-    """Redistribute a matrix, and draw which rank holds which part of it, before and after.
-
-    before, after: placements, as in "Shard(0)". In JupyterLab, controls follow. Raises PoolError
-    for an invalid choice.
-    """
-    names, several = tuple(PLACEMENTS), range(1, 9)
-    options = {"before": names, "after": names[:-1], "world_size": several}
-    options |= {"rows": several, "columns": several}
-    chosen = {"before": before, "after": after, "world_size": world_size}
-
-    def ask(settings: dict) -> tuple:
-        placements = [PLACEMENTS[settings[when]] for when in ("before", "after")]
-        return lesson.by_dtensor, *placements, settings["rows"], settings["columns"]
-
-    return Explorer(
-        "device_mesh",
-        chosen | {"rows": rows, "columns": columns},
-        choices=lambda settings: options,
-        ask=ask,
-        draw=_draw,
-    )
-
-
-def _draw(result, settings: dict):
-    from ddp_kit import plot  # ranks do not need it
-
-    whole = lesson.numbered(settings["rows"], settings["columns"])
-    if settings["before"] == "Partial()":
-        whole = sum_of_parts(len(result)) * whole
-    nbytes = sum(row.sent for row in result.trace.summary(rank=0).rows)
-    called = ", ".join(collectives(result.trace)) or "nothing is sent"
-    title = f"{settings['before']} to {settings['after']}: {called}, {nbytes:,} bytes"
-    return plot.placements(result, whole, title=f"{title} sent by rank 0")
 
 
 def sum_of_parts(n: int) -> float:

@@ -1,4 +1,4 @@
-"""Of the lesson on init methods: sockets, the meaning of PyTorch's messages, and the proof."""
+"""Of the lesson on init methods: a store that passes calls on, sockets, and the proof."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from unittest.mock import patch
 import psutil
 import torch.distributed as dist
 
-from ddp_kit.error_text import name_ranks
-from ddp_kit.errors import RankError
 from ddp_kit.lessons._launch import Ranks, lesson_main, prove
 
 
@@ -90,15 +88,6 @@ def listeners() -> list[tuple[str, int, int | None]]:
     return [(c.laddr.ip, c.laddr.port, pid) for c, pid in found if c.status == psutil.CONN_LISTEN]
 
 
-def owner(port: int) -> str:
-    """Return the names of the processes that listen on a port, as far as the system shows them."""
-    pids = {pid for _, other, pid in listeners() if other == port} - {None}
-    names = set()
-    with suppress(psutil.Error):  # it has ended meanwhile, or belongs to another user
-        names = {"this process" if p == os.getpid() else psutil.Process(p).name() for p in pids}
-    return " and ".join(sorted(names)) or "no process, or one that the system does not show"
-
-
 @contextmanager
 def quiet() -> Iterator[None]:
     """Discard what PyTorch's C++ code writes to stderr, beside the error that it raises."""
@@ -112,64 +101,10 @@ def quiet() -> Iterator[None]:
         os.close(nowhere)
 
 
-_START_ALL = "Start every rank, each with its own rank number and all with the same world size."
-
-# What PyTorch's message contains, what it means, and what to do.
-MEANINGS = {
-    "expected, but not set": (
-        "env:// needs an environment variable that is not set.",
-        "Start with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT on every rank.",
-    ),
-    "clients joined": ("it hosts the store, and not all ranks connected in time.", _START_ALL),
-    "Wait timeout": ("it waited for another rank, which wrote nothing to the file.", _START_ALL),
-    "wait timeout": ("it waited for another rank, which wrote nothing to the store.", _START_ALL),
-    "EADDRINUSE": (
-        "it must listen on a port that another process is using.",
-        "Choose a free port. Only one rank may be rank 0.",
-    ),
-    "to connect to": (
-        "nothing listens at the address it was given.",
-        "Start rank 0. MASTER_ADDR and MASTER_PORT, or the URL, must name its machine and port.",
-    ),
-    "onnect": (  # "Connection refused" or "Connect timeout": it depends on which rank connects
-        "it found another rank's address, but could not connect to it.",
-        "The address may be from an earlier run: remove the file, or use a new name each time.",
-    ),
-    "operation to complete": (
-        "it joined a group, but another rank did not take part in time.",
-        _START_ALL,
-    ),
-}
-_CONSEQUENCES = ("Connection reset", "Connection closed", "Broken pipe")  # of another's failure
-
-
 def own_words(message: str) -> str:
     """Return PyTorch's message without ports and places in C++, which differ from run to run."""
     without_places = re.sub(r"\[/[^]]*\] |useIpv6: \w+, ", "", message)
     return re.sub(r"\b\d{5}(\$\d+)?(?!\d)", "PORT", without_places)
-
-
-def explain(error: RankError) -> str:
-    """Return what PyTorch meant, in wording that is the same on every run.
-
-    Ranks that failed only because another one had left are left out.
-    """
-    followed = {
-        rank
-        for rank, failure in error.failures.items()
-        if any(fragment in failure.message for fragment in _CONSEQUENCES)
-    }
-    ranks_by_meaning: dict[str, list[int]] = {}
-    for rank in sorted(error.failures.keys() - followed or followed):
-        ranks_by_meaning.setdefault(_meaning(error.failures[rank]), []).append(rank)
-    return "\n".join(f"{name_ranks(r)}: {meaning}" for meaning, r in ranks_by_meaning.items())
-
-
-def _meaning(failure) -> str:
-    for fragment, (meaning, hint) in MEANINGS.items():
-        if fragment in failure.message:
-            return f"{meaning}\n    {hint}"
-    return f"{failure.type}, which this lesson does not explain; read its message."
 
 
 def _propose(rank: int, world_size: int) -> tuple[str, list[int]]:

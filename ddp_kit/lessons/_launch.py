@@ -14,7 +14,7 @@ import io
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -321,13 +321,6 @@ def run_as_script(main: Callable[[list[str]], None]) -> None:
         sys.exit(130)
     if shown_by_notebook:
         sys.exit()
-
-
-def choose(name: str, value: Any, options: Mapping[str, Any]) -> Any:
-    """Return what a choice stands for. Raises PoolError unless it is one of the options."""
-    if value not in list(options):
-        raise PoolError(f"{name} must be one of {', '.join(map(repr, options))}; got {value!r}")
-    return options[value]
 
 
 def brief(comparison: Comparison) -> str:

@@ -19,7 +19,7 @@ from torch.distributed import pipelining
 from ddp_kit import compare, device
 from ddp_kit.lessons import zero
 from ddp_kit.lessons._gpt import Config, batches, make_gpt
-from ddp_kit.lessons._launch import Ranks, choose, lesson_main, prove
+from ddp_kit.lessons._launch import Ranks, lesson_main, prove
 from ddp_kit.lessons.zero import ADAM, SGD
 
 SIZE = 32  # the width of the GPT, and how many tokens it reads
@@ -46,9 +46,9 @@ class Cell(NamedTuple):
     stage: int
 
 
-def config_for(world_size, tied=True):
+def config_for(world_size):
     """Return the sizes of a GPT with two blocks for each rank."""
-    return Config(layers=2 * world_size, width=SIZE, context=SIZE, tied=tied)
+    return Config(layers=2 * world_size, width=SIZE, context=SIZE)
 
 
 def next_rank(left, done, last):
@@ -84,7 +84,7 @@ def _start(schedule, model, m):
     cells; and the rank of the last stage.
     """
     rank, p = dist.get_rank(), dist.get_world_size()
-    chosen = choose("schedule", schedule, BY_HAND | PYTORCH)
+    chosen = (BY_HAND | PYTORCH)[schedule]
     loss_fn = partial(lesson.mean_loss, m)
     if schedule in BY_HAND:
         pipeline = lesson.Pipeline(lesson.GPTStage(model, rank, p), SIZE, loss_fn)
@@ -111,25 +111,16 @@ def _start(schedule, model, m):
     return step, parts, cells, next(r for r in range(p) if total - 1 in chosen(r, p))
 
 
-def train(
-    rank,
-    world_size,
-    schedule,
-    micro_batches=8,
-    optimizer_cls=SGD,
-    steps=3,
-    sequences=24,
-    tied=True,
-):
+def train(rank, world_size, schedule, micro_batches=8, optimizer_cls=SGD, steps=3, sequences=24):
     """Train a GPT, two blocks on each rank, with one of the schedules.
 
     Returns this rank's "losses", empty without the last stage, "parameters" by name, and the
     "cells" of the last step. Raises ValueError if the micro-batches cannot be equal.
     """
     lesson.cut(torch.empty(sequences), micro_batches)
-    model = make_gpt(config_for(world_size, tied))
+    model = make_gpt(config_for(world_size))
     step, stages, cells, last = _start(schedule, model, micro_batches)
-    group = dist.new_group([0, last]) if tied and last else None
+    group = dist.new_group([0, last]) if last else None
     mine = list(nn.ModuleList(stages).parameters())
     optimizer, losses = optimizer_cls(mine), []
     for tokens, targets in batches(sequences, steps, SIZE):

@@ -174,19 +174,6 @@ def draw_block(result: Any, title: str) -> Any:
     return picture
 
 
-def ways(optimizer_cls=ADAM, steps=3, dtype=torch.float32, config=CONFIG) -> dict[str, tuple]:
-    """Return the worker that trains in each way, and its arguments."""
-    settings = optimizer_cls, steps, dtype, config
-    in_sequence = partial(lesson.cut_gpt, regions=lesson.SEQUENCE)
-    places = partial(own_places, config.context)
-    return {
-        "by hand": (lesson.learn, lesson.cut_gpt, *settings),
-        "by hand, sequence": (lesson.learn, in_sequence, *settings, places, lesson.finish),
-        "parallelize_module": (lesson.learn_with_plan, False, *settings),
-        "parallelize_module, sequence": (lesson.learn_with_plan, True, *settings),
-    }
-
-
 @lesson_main("tensor_parallel")
 def main(ranks: Ranks) -> str:
     """Train in each way, compare with one process, count a block's calls, and print one line."""
@@ -196,7 +183,15 @@ def main(ranks: Ranks) -> str:
         config = Config(heads=n, width=16 * n, context=context, vocabulary=vocabulary)
     settings = ADAM, 3, torch.float32, config
     alone = train_alone(*settings)
-    for way, worker in ways(*settings).items():
+    in_sequence = partial(lesson.cut_gpt, regions=lesson.SEQUENCE)
+    places = partial(own_places, config.context)
+    ways = {
+        "by hand": (lesson.learn, lesson.cut_gpt, *settings),
+        "by hand, sequence": (lesson.learn, in_sequence, *settings, places, lesson.finish),
+        "parallelize_module": (lesson.learn_with_plan, False, *settings),
+        "parallelize_module, sequence": (lesson.learn_with_plan, True, *settings),
+    }
+    for way, worker in ways.items():
         result = ranks(*worker)
         terms = 1024 * n  # the ranks' partial sums are added as well
         prove(f"{way} trains as one process does", compare(result, alone, terms=terms))

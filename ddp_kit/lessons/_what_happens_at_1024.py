@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from functools import cache, partial
 
 import torch
 import torch.distributed as dist
 
-from ddp_kit import device, model
+from ddp_kit import model
 from ddp_kit.lessons._launch import Ranks, lesson_main, prove
+from ddp_kit.lessons.backends import samples
 from ddp_kit.lessons.ring_allreduce import compare, count, exchange
 
 
@@ -71,38 +71,19 @@ def replay(trace, alpha: float, beta: float) -> float:
     return max(map(finish, range(len(messages))), default=0.0)
 
 
-def time_all_reduces(rank, world_size, sizes):
-    """Time each of ALL_REDUCES, by name and bytes: the seconds of each round, after a warm-up.
-
-    All are timed in each round, so that a busy moment does not affect only one of them.
-    """
-    seconds: dict[tuple[str, int], list[float]] = {}
-    for nbytes in sizes:
-        tensor = torch.zeros(nbytes // 4, device=device())
-        for turn in range(1 + (15 if nbytes < 1_000_000 else 5)):
-            for name, (all_reduce, _) in lesson.ALL_REDUCES.items():
-                dist.barrier()
-                start = time.perf_counter()
-                all_reduce(tensor)
-                if tensor.is_cuda:
-                    torch.cuda.synchronize()
-                if turn:
-                    seconds.setdefault((name, nbytes), []).append(time.perf_counter() - start)
-    return seconds
-
-
 def measure(run, world_sizes, sizes):
     """Return ranks, bytes and seconds of each all_reduce: the slowest rank's, of each round.
 
     run: calls a worker on all ranks of a `world_size=`, such as `kit.run`.
     """
-    found: dict[str, list] = {name: [] for name in lesson.ALL_REDUCES}
-    for n in world_sizes:
-        of_ranks = list(run(time_all_reduces, sizes, world_size=n))
-        for name, nbytes in of_ranks[0]:
-            each_round = zip(*(seconds[name, nbytes] for seconds in of_ranks), strict=True)
-            found[name].append((n, nbytes, [max(seconds) for seconds in each_round]))
-    return found
+    return {
+        name: [
+            (n, nbytes, seconds)
+            for n in world_sizes
+            for nbytes, seconds in samples(partial(run, world_size=n), all_reduce, sizes)
+        ]
+        for name, (all_reduce, _) in lesson.ALL_REDUCES.items()
+    }
 
 
 @lesson_main("what_happens_at_1024")

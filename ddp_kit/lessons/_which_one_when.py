@@ -16,7 +16,6 @@ gradients are reduced once in a step; in torchtitan's with a pipeline, 8 micro-b
 
 from __future__ import annotations
 
-import logging
 from collections import Counter, namedtuple
 from dataclasses import replace
 from typing import NamedTuple
@@ -42,11 +41,7 @@ from ddp_kit.lessons.zero import (
 )
 from ddp_kit.model import DGX_A100, DGX_H100, Accelerator, Cluster, Link, Plan, Transformer
 from ddp_kit.model.transformer import LLAMA_8B, LLAMA_70B, LLAMA_405B
-from ddp_kit.notebook.controls import Explorer
 from ddp_kit.trace.bytes_sent import bytes_sent
-
-# It warns in each process, with the time, that a parameter cut twice is gathered in two steps.
-logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 # Billions of parameters, sizes, and TFLOP/s of each A100.
 _Megatron = namedtuple("_Megatron", "billions heads width layers tp pp gpus batch tflops")
@@ -131,7 +126,6 @@ SMALL = Transformer(2, 64, 4, 128, 64, linear_bias=False)  # the GPT of the less
 CUT = {"query": 0, "key": 0, "value": 0, "out": 1, "up": 0, "down": 1}
 # With it, the seconds of `model.step` are bytes: nothing else takes time.
 BYTES = Cluster(Accelerator(1, 1e30, 1e30), 1, Link(0, 1), Link(0, 1))
-DTYPES = {"float32": None, "bfloat16": torch.bfloat16}
 
 
 def megatron(row, chunks=1):
@@ -260,34 +254,6 @@ def bytes_along(dp, tp):
     sharded = 3 * filled_bytes(blocks, dp) + 2 * filled_bytes(rest, dp)
     plan = Plan(dp=dp, tp=tp, micro_batch=BATCH // dp, sequence_parallel=False)
     return {"dp": (dp - 1) / dp * sharded, "tp": model.step(SMALL, plan, BYTES, model.FP32)["tp"]}
-
-
-def explore(tp=2, recompute="none", dtype="float32", world_size=4):
-    """Train a GPT on a mesh of world_size / tp times tp ranks, and draw what each rank holds.
-
-    recompute: "none" or "full". dtype: of forward and backward, "float32" or "bfloat16". In
-    JupyterLab, controls follow. Raises PoolError for an invalid choice.
-    """
-    from ddp_kit import plot  # ranks do not need it
-
-    def choices(settings):
-        several = [str(each) for each in (1, 2, 4) if settings["world_size"] % each == 0]
-        kinds = {"tp": several, "recompute": ("none", "full"), "dtype": tuple(DTYPES)}
-        return kinds | {"world_size": range(1, 5)}
-
-    def ask(settings):
-        again = settings["recompute"] == "full"
-        return hold, int(settings["tp"]), again, DTYPES[settings["dtype"]]
-
-    def draw(result, settings):
-        moments = [moments for moments, _ in result]
-        held = {moment: [each[moment] for each in moments] for moment in moments[0]}
-        data = settings["world_size"] // int(settings["tp"])
-        title = f"dp {data}, tp {settings['tp']}, recompute {settings['recompute']}"
-        return plot.memory(held, title=f"{title}, {settings['dtype']}", name="rank")
-
-    chosen = {"tp": str(tp), "recompute": recompute, "dtype": dtype, "world_size": world_size}
-    return Explorer("which_one_when", chosen, choices, ask, draw)
 
 
 @lesson_main("which_one_when")

@@ -8,6 +8,7 @@ import subprocess
 import tempfile
 import time
 import uuid
+from contextlib import suppress
 
 from ddp_kit.lessons._launch import Ranks, lesson_main, prove
 from ddp_kit.pool.ranks import kill_marked
@@ -23,7 +24,7 @@ def side_by_side(
     came, one program after the other.
 
     No program outlives this call, nor does any process it has started. Raises TimeoutError at the
-    time limit.
+    time limit. Programs that are still running get SIGTERM, and after 10 seconds SIGKILL.
     """
     started: list[subprocess.Popen] = []
     mark = uuid.uuid4().hex  # the processes that they start inherit it
@@ -44,6 +45,11 @@ def side_by_side(
             raise TimeoutError(f"the programs did not end within {seconds:g} s") from None
         finally:
             for process in started:
+                process.terminate()  # a script may remove what it has made
+            deadline = time.monotonic() + 10
+            for process in started:
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(max(0, deadline - time.monotonic()))
                 process.kill()
                 process.wait()
             kill_marked(mark)

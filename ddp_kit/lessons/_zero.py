@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
 from ddp_kit import compare
-from ddp_kit.lessons._gpt import Config, batches, check_parts, loss_of, make_gpt
+from ddp_kit.lessons._gpt import Config, batches, loss_of, make_gpt
 from ddp_kit.lessons._launch import Ranks, lesson_main, prove
 from ddp_kit.trace import Trace
 from ddp_kit.trace.bytes_sent import bytes_sent
@@ -40,6 +40,28 @@ def copies(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
+def fit(
+    model: nn.Module,
+    optimizer_cls: Callable,
+    batches: Iterable[tuple[torch.Tensor, torch.Tensor]],
+    loss_of: Callable = loss_of,
+    exchange: Callable[[torch.Tensor], None] = lambda loss: None,
+) -> dict[str, Any]:
+    """Train on batches, and return "losses" and "parameters".
+
+    exchange: is called with the loss after each backward, and may add up what ranks have.
+    """
+    optimizer, losses = optimizer_cls(model.parameters()), []
+    for batch in batches:
+        optimizer.zero_grad()
+        loss = loss_of(model, *batch)
+        loss.backward()
+        exchange(loss.detach())
+        optimizer.step()
+        losses.append(loss.item())
+    return {"losses": losses, "parameters": copies(model)}
+
+
 def train_alone(
     optimizer_cls: Callable = SGD,
     steps: int = 3,
@@ -50,14 +72,7 @@ def train_alone(
     """Train the GPT on whole batches in this one process; return "losses" and "parameters"."""
     config = config or Config()
     model = make_gpt(config).to(dtype)
-    optimizer, losses = optimizer_cls(model.parameters()), []
-    for batch in batches(size, steps, config.context):
-        optimizer.zero_grad()
-        loss = loss_of(model, *batch)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return {"losses": losses, "parameters": copies(model)}
+    return fit(model, optimizer_cls, batches(size, steps, config.context))
 
 
 def bytes_per_step(run: Callable, worker: Callable, *args: Any) -> list[Counter[str]]:
@@ -139,12 +154,8 @@ def held(training: Any) -> dict[str, int]:
 
 @lesson_main("zero")
 def main(ranks: Ranks) -> str:
-    """Train in each way, compare with one process, count bytes, and print one line.
-
-    Raises PoolError for a world size that does not divide the batch.
-    """
+    """Train in each way, compare with one process, count bytes, and print one line."""
     n = ranks.world_size
-    check_parts(BATCH, n)
     wanted = train_alone(ADAM)["parameters"]
     parts = [sum(p.numel() for p in part) for part in lesson.parts(make_gpt())]
     for way, (name, times) in WAYS.items():

@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 import ddp_kit as kit
 from ddp_kit.lessons._backends import (
-    ANY,
     BITWISE,
     COMPLEX_AS_THEY_ARE,
     DTYPES,
@@ -20,7 +19,6 @@ from ddp_kit.lessons._backends import (
     OPERATIONS,
     OPS,
     PLACES,
-    WITHOUT_DTYPE,
     attempt,
     here,
     main,

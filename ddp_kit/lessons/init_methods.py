@@ -10,15 +10,12 @@ import torch.distributed as dist
 
 import ddp_kit as kit
 from ddp_kit.lessons._init_methods import (
-    MEANINGS,
     ForwardingStore,
-    explain,
     free_ports,
     listeners,
     main,
     own_address,
     own_words,
-    owner,
     quiet,
     ranks_in,
 )

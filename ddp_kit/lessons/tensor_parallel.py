@@ -35,7 +35,6 @@ from ddp_kit.lessons._tensor_parallel import (
     own_places,
     train_alone,
     uncut,
-    ways,
     whole,
 )
 from ddp_kit.lessons.device_mesh import partial_to_shard, replicate_to_shard, shard_to_replicate

@@ -17,7 +17,6 @@ from ddp_kit.lessons._what_happens_at_1024 import (
     measure,
     reduce_scatter,
     replay,
-    time_all_reduces,
 )
 from ddp_kit.lessons.ring_allreduce import chunked_ring, exchange, whole_ring
 

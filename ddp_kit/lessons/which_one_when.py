@@ -23,7 +23,6 @@ from ddp_kit.lessons._launch import run_as_script
 from ddp_kit.lessons._which_one_when import (
     BYTES,
     CUT,
-    DTYPES,
     FLOAT32_GRADIENTS,
     GRAND_TETON,
     HELD_OUT,
@@ -34,7 +33,6 @@ from ddp_kit.lessons._which_one_when import (
     Published,
     bytes_along,
     calls_along,
-    explore,
     fit_efficiency,
     held_parameters,
     hold,

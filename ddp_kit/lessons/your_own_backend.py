@@ -27,7 +27,6 @@ from ddp_kit.lessons._your_own_backend import (
     tell_by_store,
     this_host,
     timed,
-    try_group,
     without_store,
 )
 from ddp_kit.lessons.partitioned_sgd import SEED, Net

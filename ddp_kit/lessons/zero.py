@@ -28,6 +28,7 @@ from ddp_kit.lessons._zero import (
     copies,
     count_bytes,
     filled_bytes,
+    fit,
     gradients_of,
     held,
     keeping,

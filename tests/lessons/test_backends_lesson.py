@@ -117,15 +117,6 @@ def test_an_unavailable_backend_is_not_probed(monkeypatch):
     assert backends.here() == ["gloo"]
 
 
-def test_nccl_is_probed_with_no_more_ranks_than_gpus(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
-    monkeypatch.setattr(_backends, "probe", lambda run: run.keywords["world_size"])
-    found = backends.probe_here()
-    assert found["nccl on GPUs"] == 1
-    assert found["gloo on GPUs"] == 2
-
-
 @needs_mpi
 def test_mpi_differs_from_gloo_in_the_points_that_the_lesson_names():
     run = partial(kit.run, world_size=2, backend="mpi")
@@ -147,14 +138,6 @@ def test_the_fit_by_hand_is_as_near_as_its_steps():
     assert backends.fit_by_hand(points) == pytest.approx((2e-4, beta), rel=0.05)
     noisy = [(n, up * t) for (n, t), up in zip(points, (1, 2, 0.5, 1, 1, 1.5, 0.7), strict=True)]
     assert backends.fit_by_hand(noisy) == pytest.approx(model.fit(noisy), rel=0.06)
-
-
-@needs_mpi
-def test_native_mpi_is_measured_by_all_ranks():
-    kit.run(backends.started_by, world_size=3, backend="mpi")  # mpiexec starts three ranks
-    times = list(kit.run(backends.direct_and_wrapped, 20, world_size=2, backend="mpi"))
-    assert [len(each) for each in times] == [2, 2]
-    assert all(0 < seconds < 1 for each in times for seconds in each)
 
 
 def test_the_slowest_rank_counts_and_the_first_round_does_not():

@@ -36,7 +36,7 @@ PROOFS = {
     "init_methods": "init_methods: {}, met in 4 ways, one address from each in the store\n",
     "ddp": "ddp: {}, equal start, mean gradients; no_sync and sampler as by hand\n",
     "ddp_mistakes": "ddp_mistakes: {}, 8 mistakes do what the lesson says\n",
-    "backends": "backends: {}, 18 operations right on 5 dtypes\n",
+    "backends": "backends: {}, 16 operations right on 5 dtypes\n",
     "torchrun": "torchrun: {}, each knows its place, resumed training bit-equal\n",
     "what_happens_at_1024": "what_happens_at_1024: {}, 5 all_reduces send what the model says\n",
     "one_rank_first": (
@@ -209,11 +209,7 @@ MISTAKES = [
     ),
     ("one_rank_first.flops_per_token", lambda **sizes: 1, "has the FLOPs of the formula"),
     ("_device_mesh.sum_of_parts", lambda *_: 2, r"to Shard\(dim=0\) by_hand of"),
-    (
-        "_tensor_parallel.ways",
-        lambda *settings: {"by hand": (tensor_parallel.learn, tensor_parallel.forget, *settings)},
-        "by hand trains as one process does",
-    ),
+    ("tensor_parallel.cut_gpt", tensor_parallel.forget, "by hand trains as one process does"),
     ("_context_parallel.ring_bytes", lambda *sizes: (1, 1), "ring sends 2 bytes"),
     (
         "experts.train",
