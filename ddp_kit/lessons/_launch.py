@@ -217,6 +217,8 @@ def _join_others(world_size: int | None, backend: str, trace: str | None, init: 
     if by_mpiexec:
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # as torchrun sets them
         os.environ.update(zip(names, map(str, info), strict=True))
+        if not dist.is_mpi_available():
+            mpi.load()
         join = functools.partial(_join_mpi_group, rank, started)
     else:
         name = backends.for_group(chosen) if init else "gloo"
@@ -228,8 +230,6 @@ def _join_others(world_size: int | None, backend: str, trace: str | None, init: 
 
 def _join_mpi_group(rank: int, world_size: int) -> None:
     """Join the group of all ranks. Each has a store of its own: MPI has connected them already."""
-    if not dist.is_mpi_available():
-        mpi.load()
     limit = timedelta(seconds=settings.JOIN_TIMEOUT)
     member = {"rank": rank, "world_size": world_size, "timeout": limit}
     dist.init_process_group(backends.for_group("mpi"), store=dist.HashStore(), **member)
@@ -241,13 +241,13 @@ def lesson_main(
     """Return a decorator that makes a lesson's `main` of the function that proves it.
 
     `main(argv)` calls the function with the ranks, and prints the line of proof, which ends with
-    what it returns; None: it has printed all itself.
+    what it returns.
 
     init: as for `open_ranks`. own: the lesson's own options, as for `add_argument`, by name; the
     function is called with their values.
     """
 
-    def decorate(prove_all: Callable[..., str | None]) -> Callable[[list[str] | None], None]:
+    def decorate(prove_all: Callable[..., str]) -> Callable[[list[str] | None], None]:
         @functools.wraps(prove_all)
         def main(argv: list[str] | None = None) -> None:
             description = sys.modules[f"ddp_kit.lessons.{name}"].__doc__ or ""
@@ -261,8 +261,7 @@ def lesson_main(
             options = vars(parser.parse_args(argv or []))
             started = [options.pop(each) for each in ("world_size", "backend", "trace")]
             with open_ranks(*started, init=init) as ranks:
-                if found := prove_all(ranks, **options):
-                    ranks.say(f"{name}: {ranks}, {found}")
+                ranks.say(f"{name}: {ranks}, {prove_all(ranks, **options)}")
 
         return main
 

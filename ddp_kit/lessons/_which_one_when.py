@@ -16,6 +16,7 @@ gradients are reduced once in a step; in torchtitan's with a pipeline, 8 micro-b
 
 from __future__ import annotations
 
+import re
 from collections import Counter, namedtuple
 from dataclasses import replace
 from typing import NamedTuple
@@ -201,25 +202,15 @@ def hold(rank, world_size, tp=2, recompute=False, dtype=None):
     return moments, {name: part.full_tensor() for name, part in gpt.state_dict().items()}
 
 
-def calls_along(trace, tp):
-    """Return the bytes that rank 0 sent along "dp" and "tp", by call; new_group does not count."""
-    found = {"dp": Counter(), "tp": Counter()}
+def calls_along(trace, tp, pp=1):
+    """Return the bytes that rank 0 sent along "dp", "pp" and "tp" of such a mesh, by call."""
+    strides = {1: "tp", tp: "pp", tp * pp: "dp"}
+    found = {"dp": Counter(), "pp": Counter(), "tp": Counter()}
     for event in trace:
-        if event.rank == 0 and event.op != "new_group":
-            ranks = event.group.ranks
-            along = "tp" if len(ranks) == tp and ranks[-1] - ranks[0] == tp - 1 else "dp"
-            found[along][event.op] += round(bytes_sent(event))
-    return found
-
-
-def sent_along(trace, pp, tp):
-    """Return the bytes that rank 0 sent along each dimension of a mesh of dp x pp x tp ranks."""
-    sent, strides = Counter(), {tp * pp: "dp", tp: "pp", 1: "tp"}
-    for event in trace:
-        if event.rank == 0 and event.op != "new_group":
+        if event.rank == 0 and event.op != "new_group" and len(event.group.ranks) > 1:
             first, second, *_ = event.group.ranks
-            sent[strides[second - first]] += round(bytes_sent(event))
-    return sent
+            found[strides[second - first]][event.op] += round(bytes_sent(event))
+    return found
 
 
 def held_parameters(transformer):
@@ -231,13 +222,10 @@ def held_parameters(transformer):
 def name_by_model(parameters, stage, blocks=2):
     """Return parameters of a stage of `blocks` blocks by their names in the whole model."""
 
-    def whole(name):
-        _, index, rest = name.split(".", 2)
-        return f"blocks.{stage * blocks + int(index)}.{rest}"
+    def whole(match):
+        return f"blocks.{stage * blocks + int(match[1])}."
 
-    return {
-        whole(name) if name.startswith("blocks.") else name: p for name, p in parameters.items()
-    }
+    return {re.sub(r"^blocks\.(\d+)\.", whole, name): p for name, p in parameters.items()}
 
 
 def bytes_along(dp, tp):
@@ -267,7 +255,7 @@ def main(ranks: Ranks) -> str:
         prove(f"{worker.__name__} trains as one process does", compare(found, alone))
     traces = [ranks(lesson.train_2d, SGD, tp, steps).trace for steps in (1, 2)]
     one, two = (calls_along(trace, tp) for trace in traces)
-    sent = {name: sum((two[name] - one[name]).values()) for name in two}
+    sent = {name: (two[name] - one[name]).total() for name in ("dp", "tp")}
     prove("a rank sends what the model says", compare(sent, bytes_along(n // tp, tp)))
     pp = 2 if n % 4 == 0 else 1
     found = list(ranks(lesson.train_3d, pp, tp, 2, 2))

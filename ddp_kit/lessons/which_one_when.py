@@ -40,7 +40,6 @@ from ddp_kit.lessons._which_one_when import (
     main,
     megatron,
     name_by_model,
-    sent_along,
     with_efficiency,
 )
 from ddp_kit.lessons.pipeline_parallel import GPTStage

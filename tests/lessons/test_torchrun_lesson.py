@@ -156,17 +156,6 @@ def test_an_interrupted_cell_leaves_no_host():
     assert ended(below)
 
 
-def test_the_next_script_removes_the_hosts_of_a_killed_one(tmp_path):
-    dead = subprocess.Popen(["true"])
-    dead.wait()
-    left = f"ddp{dead.pid}-1"
-    if run(["ip", "netns", "add", left], dict(os.environ)).returncode:
-        pytest.skip("network namespaces are unavailable")
-    done = run(["bash", str(SCRIPTS / "two_hosts.sh"), "true"], shell(tmp_path / "bin"))
-    assert done.returncode == 0
-    assert left not in namespaces()
-
-
 class Job:
     """A job of Slurm on two nodes of this machine, whose srun starts its line twice."""
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 from torch import nn
@@ -62,9 +60,3 @@ def test_a_rank_has_the_rest_and_one_block_and_one_more_on_its_way(way):
         most = max(held["gathered parameters"] for *_, held in notes)
         rest, block = 4 * 12_416, 4 * 49_408
         assert most == rest + block * (2 if way is zero.Prefetching else 1)
-
-
-def test_hybrid_sharding_reduces_half_of_the_gradients_between_hosts():
-    way = partial(zero.FullySharded, mesh_shape=(2, 2))
-    for sent in zero.bytes_per_step(kit.run, zero.learn, way):
-        assert sent["all_reduce"] == 4 * 111_232 / 2
