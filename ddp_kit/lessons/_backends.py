@@ -32,9 +32,6 @@ LIMIT = 10.0  # seconds for one run of a probe
 BITWISE = {"BAND": operator.and_, "BOR": operator.or_, "BXOR": operator.xor}
 OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", *BITWISE)
 EVERYWHERE = ("float32", "float64", "int64", "int32", "uint8")  # dtypes of all backends
-DTYPES = (*EVERYWHERE, "float16", "bfloat16", "float8_e4m3fn", "bool")  # PyTorch maps them
-# PyTorch hands a complex tensor to a backend as a real one, except in these.
-COMPLEX_AS_THEY_ARE = ("reduce", "gather", "reduce_scatter", "reduce_scatter_single")
 DTYPES = (
     *("float32", "float64", "float16", "bfloat16", "float8_e4m3fn"),
     *("int64", "int32", "uint8", "bool", "complex64"),

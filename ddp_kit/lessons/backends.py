@@ -12,7 +12,6 @@ import torch.distributed as dist
 import ddp_kit as kit
 from ddp_kit.lessons._backends import (
     BITWISE,
-    COMPLEX_AS_THEY_ARE,
     DTYPES,
     EVERYWHERE,
     LIMIT,
