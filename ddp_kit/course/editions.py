@@ -312,14 +312,8 @@ def _with_comment(node: ast.stmt, lines: list[str]) -> str:
 
 def _without_prefixes(source: str, names: set[str]) -> str:
     """Return code that calls what is in its own module, `zero.cut`, by its name alone."""
-    lines = [line.encode() for line in source.splitlines(keepends=True)]
-    attributes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)]
-    bases = [node.value for node in attributes if isinstance(node.value, ast.Name)]
-    for base in sorted(bases, key=lambda node: (node.lineno, node.col_offset), reverse=True):
-        if base.id in names:
-            line = lines[base.lineno - 1]
-            lines[base.lineno - 1] = line[: base.col_offset] + line[base.end_col_offset + 1 :]
-    return b"".join(lines).decode()
+    prefix = "|".join(sorted(names)) or "(?!)"  # which matches nothing
+    return re.sub(rf"(?<![\w.])({prefix})\.(?=\w)", "", source)
 
 
 def _ruff(name: str, code: str, *command: str) -> str:
