@@ -19,12 +19,10 @@ import sys
 import time
 import urllib.request
 import zlib
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddp_kit.errors import DataError
-from ddp_kit.trace.rank import progress, recorder
 
 if TYPE_CHECKING:
     import torch
@@ -45,7 +43,7 @@ MIRRORS = (
     "https://ossci-datasets.s3.amazonaws.com/mnist/",
     "https://storage.googleapis.com/cvdf-datasets/mnist/",
 )
-SIZE = 11_594_722  # bytes of the four files as they are downloaded
+SIZE = "11.6 MB"  # of the four files as they are downloaded
 SILENCE, LONGEST = 30, 600  # seconds: without a byte of a download, and for one file
 
 
@@ -65,9 +63,6 @@ def mnist(
     Raises DataError if a file is missing, damaged or cannot be downloaded, or for a wrong argument.
     Source: MNIST by Y. LeCun and C. Cortes, CC BY-SA 3.0.
     """
-    for name, value in (("train", train), ("full", full)):
-        if not isinstance(value, bool):
-            raise DataError(f"{name} must be True or False, got {value!r}")
     if folder is not None and not full:
         raise DataError(f"folder={str(folder)!r} is for the full MNIST; pass full=True, too")
     part = "train" if train else "t10k"
@@ -164,14 +159,15 @@ def download(files: list[str], folder: Path) -> None:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with open(folder / ".lock", "w") as lock, _progress() as count:
+        with open(folder / ".lock", "w") as lock:
             with contextlib.suppress(OSError):  # a file system without locks
                 fcntl.flock(lock, fcntl.LOCK_EX)
             for file in files:
                 if not (folder / file).is_file():  # another process had the lock first
+                    print(f"downloading {file}, of {SIZE} in all", file=sys.stderr)
                     part = folder / f".{file}.part"
                     try:
-                        part.write_bytes(_fetch(file, count))
+                        part.write_bytes(_fetch(file))
                         part.replace(folder / file)
                     finally:
                         part.unlink(missing_ok=True)
@@ -184,7 +180,7 @@ def download(files: list[str], folder: Path) -> None:
         ) from None
 
 
-def _fetch(file: str, count: Callable[[int], None]) -> bytes:
+def _fetch(file: str) -> bytes:
     """Return a file from the first mirror that has the original; raise what the last one raised."""
     failure: Exception = OSError("there is no mirror")
     for mirror in MIRRORS:
@@ -193,7 +189,6 @@ def _fetch(file: str, count: Callable[[int], None]) -> bytes:
             with urllib.request.urlopen(mirror + file, timeout=SILENCE) as answer:
                 while chunk := answer.read1(65536):  # read would wait until it has them all
                     data += chunk
-                    count(len(chunk))
                     if time.monotonic() > limit:
                         raise TimeoutError(f"{file} took more than {LONGEST} s")
             if original(bytes(data), file.removesuffix(".gz")) is not None:
@@ -202,41 +197,6 @@ def _fetch(file: str, count: Callable[[int], None]) -> bytes:
         except (OSError, http.client.HTTPException) as error:
             failure = error
     raise failure
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[Callable[[int], None]]:
-    """Show how much has arrived; yield what counts it.
-
-    A rank shows it in the live view, other processes on stderr in a notebook or a terminal.
-    """
-    rank = recorder.current if progress.is_live else None
-    ipython = sys.modules.get("IPython")
-    in_notebook = ipython is not None and hasattr(ipython.get_ipython(), "kernel")
-    visible = in_notebook or sys.stderr.isatty()
-    done = shown = 0
-
-    def count(nbytes: int) -> None:
-        nonlocal done, shown
-        done += nbytes
-        percent = min(100, 100 * done // SIZE)
-        if percent <= shown:
-            return
-        shown = percent
-        if rank is not None:
-            rank.show_progress(percent, 100, f"downloading MNIST: percent of {SIZE / 1e6:.1f} MB")
-        elif visible:
-            bar = "#" * (percent // 4)
-            text = f"\rDownloading MNIST: [{bar:25}] {percent:3} % of {SIZE / 1e6:.1f} MB"
-            print(text, end="", file=sys.stderr, flush=True)
-
-    try:
-        yield count
-    finally:
-        if rank is not None:
-            rank.show_progress(None, None)
-        elif visible and shown:
-            print(file=sys.stderr)
 
 
 def load_torchvision_operators() -> bool:

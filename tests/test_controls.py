@@ -18,7 +18,7 @@ from torch.distributed import tensor
 
 import ddp_kit as kit
 from ddp_kit import lessons
-from ddp_kit.lessons import collectives, ddp, partitioned_sgd, ring_allreduce
+from ddp_kit.lessons import collectives, ring_allreduce
 from ddp_kit.notebook import controls
 
 # An explorer of one number. 7 raises, 8 waits for a file, 9 never ends.
@@ -282,21 +282,6 @@ def test_the_ring_is_shown_step_by_step_without_another_run(shared):
     assert (front.states[play]["max"], front.states[step]["max"]) == (2, 2)
 
 
-def test_sliders_of_a_formula_draw_it_again_and_run_nothing(shared):
-    front = FrontEnd(shared)
-    front.open(
-        "from ddp_kit.lessons import ring_allreduce\n"
-        "view = ring_allreduce.explore_formula(ranks=4); view.interact()"
-    )
-    before = front.picture
-    front.move("ranks", 2)
-    front.read_until(lambda: front.picture != before)
-    assert shared.value("repr(view).splitlines()[0]") == repr(
-        "2 ranks, 50 µs and 0.1 ns per byte: the whole ring is never slower (ms)"
-    )
-    assert shared.value("view.result is None and view.call") == "''"
-
-
 def test_a_cell_of_jupyterlab_shows_controls_below_the_picture(shared, tmp_path):
     shared.run(EXPLORER)
     front = FrontEnd(shared)
@@ -372,8 +357,7 @@ def test_controls_outside_a_notebook_are_refused():
         (lambda: collectives.explore("sum"), "collective must be one of broadcast, scatter,"),
         (lambda: collectives.explore(root=4), "root must be one of 0, 1, 2, 3, got 4"),
         (lambda: collectives.explore(world_size=0), "world_size must be at least 1, got 0"),
-        (lambda: ddp.explore(world_size="2"), "world_size must be a whole number such as 4"),
-        (lambda: partitioned_sgd.explore(lr=float("nan")), "lr must be a positive number, got nan"),
+        (lambda: ring_allreduce.explore("2"), "world_size must be a whole number such as 4"),
     ],
 )
 def test_an_impossible_setting_is_refused_in_one_sentence(explore, message):
@@ -381,9 +365,3 @@ def test_an_impossible_setting_is_refused_in_one_sentence(explore, message):
         explore()
     assert str(caught.value).startswith(message)
     assert "\n" not in str(caught.value)
-
-
-def test_a_value_that_the_menu_lacks_can_be_chosen():
-    view = partitioned_sgd.explore(world_size=2, lr=0.02)
-    assert repr(view).startswith("The first steps of 2 ranks with learning rate 0.02\n")
-    assert view.choices(view.settings)["lr"] == [0.003, 0.01, 0.02, 0.03, 0.1, 0.3]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,14 +63,9 @@ def _read(arguments: argparse.Namespace) -> list[Assignment]:
     Raises CourseError if DIR is not empty, if the course's folder is none, or if a notebook has
     been edited so that an exercise cannot be recognized.
     """
-    target = arguments.folder
-    try:
-        taken = target.exists() and (not target.is_dir() or any(target.iterdir()))
-    except OSError as error:
-        raise CourseError(f"{target} cannot be used: {error.strerror}") from None
-    if taken:
+    target, course = arguments.folder, arguments.course or editions.folder()
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CourseError(f"{target} exists and is not an empty folder; name a new one")
-    course = arguments.course or editions.folder()
     found = sorted((course / "solutions").glob("[0-9]*.ipynb"))
     if not found:
         raise CourseError(f"{course} is not a course: it has no notebooks in solutions/")
@@ -80,25 +74,17 @@ def _read(arguments: argparse.Namespace) -> list[Assignment]:
 
 def _write(files: dict[Path, str]) -> None:
     """Write files, with their folders. Raises CourseError if one cannot be written."""
-    for path, text in files.items():
-        try:
+    try:
+        for path, text in files.items():
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, "utf-8")
-        except OSError as error:
-            raise CourseError(f"{path} cannot be written: {error.strerror}") from None
+    except OSError as error:
+        raise CourseError(f"{error.filename} cannot be written: {error.strerror}") from None
 
 
-def _report(assignments: list[Assignment], where: str, next_call: str, package: str) -> str:
-    """Return what was written, what to call next, and how to install a tool that is missing.
-
-    The files are written in either case: they may be graded in another environment.
-    """
+def _report(assignments: list[Assignment], where: str, next_call: str) -> str:
     are = "is" if len(assignments) == 1 else "are"
-    lines = [f"{count(len(assignments), 'assignment')} {are} in {where}. Next, in {next_call}"]
-    if not importlib.util.find_spec(package.partition("-")[0]):
-        line = f"{package} is not installed where the kit is. To install it: pip install {package}"
-        lines.append(line)
-    return "\n".join(lines)
+    return f"{count(len(assignments), 'assignment')} {are} in {where}. Next, in {next_call}"
 
 
 def _read_assignment(path: Path) -> Assignment:
@@ -126,19 +112,13 @@ def _read_assignment(path: Path) -> Assignment:
 
 def _check(source: str, task: str, path: Path) -> Check:
     match = _CHECK.fullmatch(source.strip())
-    name = match[1] if match else ""
-    if task and name == f"exercise_{task.removeprefix('Exercise ').replace('.', '_')}":
-        if name in check.__all__:
-            return Check(name, match[2], getattr(check, name).exercise.parts)
-        raise CourseError(f"{path}: there is no check for {task}")
-    if match and not task:
-        number = name.removeprefix("exercise_").replace("_", ".")
+    name = f"exercise_{task.removeprefix('Exercise ').replace('.', '_')}"
+    if match is None or match[1] != name or name not in check.__all__:
         raise CourseError(
-            f"{path}: no cell with `# Exercise {number}: ...` above a solution between marks "
-            f"precedes the check of Exercise {number}"
+            f"{path}: a check must be one line such as `kit.check.exercise_4_1(answer)`, below the "
+            f"cell of its exercise; {source.strip()!r} is not, below {task or 'no exercise'}"
         )
-    wanted = "`kit.check.exercise_4_1(answer)`, below the cell of its exercise"
-    raise CourseError(f"{path}: a check must be one line such as {wanted}")
+    return Check(name, match[2], getattr(check, name).exercise.parts)
 
 
 # nbgrader
@@ -158,7 +138,7 @@ def run_nbgrader(arguments: argparse.Namespace) -> str:
         files[path] = _nbgrader_edition(each)
     _write(files)
     call = f"{folder}: nbgrader generate_assignment {assignments[0].name}"
-    return _report(assignments, f"{folder}/source", call, "nbgrader")
+    return _report(assignments, f"{folder}/source", call)
 
 
 def _nbgrader_edition(assignment: Assignment) -> str:
@@ -222,7 +202,7 @@ def run_otter(arguments: argparse.Namespace) -> str:
         }
     _write(files)
     call = f"{folder}/{assignments[0].name}: otter generate -t tests"
-    return _report(assignments, str(folder), call, "otter-grader")
+    return _report(assignments, str(folder), call)
 
 
 def _otter_edition(assignment: Assignment) -> str:

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import re
-import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -20,19 +18,12 @@ from typing import Any
 
 from ddp_kit.error_text import count
 from ddp_kit.errors import CourseError
-from ddp_kit.plot import Picture
-from ddp_kit.plot.picture import open_picture, table
-from ddp_kit.plot.style import PAPER, box, write
+from ddp_kit.plot.picture import table
 from ddp_kit.progress_file import RANKS_CELL, in_order
 
 MOST = 10  # mistakes and parts that are listed
 NAMED = 5  # learners in a row of the table
-PICTURE = "progress.png"
 EXERCISE = re.compile(r"P[0-9]|[0-9]{1,2}\.([0-9]{1,2}|[a-z])")
-CELL, ROW, HEAD, KEY = 0.36, 0.22, 0.6, 0.35  # inches
-# Colours that no rank has; the fill of a box, its edge, and the text in the key.
-PASSED = "#3c7d78", "#a6a6a6", "passed"
-NOT_YET = "#d9d9d9", "#a6a6a6", "not yet"
 
 
 @dataclass
@@ -70,22 +61,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> str:
-    """Return the tables; draw FOLDER/progress.png."""
-    folder = arguments.folder
+    """Return the tables."""
     try:
-        found = read(folder)
-        path = folder / PICTURE
-        if found.exercises:
-            with warnings.catch_warnings():  # about letters of a name that no font has
-                warnings.filterwarnings("ignore", "Glyph ")
-                path.write_bytes(draw(found)._repr_png_())
+        return "\n\n".join(report(read(arguments.folder)))
     except OSError as error:
         raise CourseError(
-            f"{folder} cannot be read, or no picture written there: {error.strerror} "
-            f"({error.filename})"
+            f"{arguments.folder} cannot be read: {error.strerror} ({error.filename})"
         ) from None
-    drawn = [f"The picture is {path}."] if found.exercises else []
-    return "\n\n".join([*report(found), *drawn])
 
 
 def read(folder: Path) -> Class:
@@ -114,7 +96,7 @@ def read(folder: Path) -> Class:
 def _add(found: Class, file: str, line: dict[str, Any]) -> None:
     exercise, passed, seconds = line["exercise"], line["passed"], float(line["seconds"])
     learner, parts = _shown(line.get("learner") or file, 40), dict(line.get("parts", {}))
-    if not (exercise == RANKS_CELL or EXERCISE.fullmatch(exercise)) or not math.isfinite(seconds):
+    if not (exercise == RANKS_CELL or EXERCISE.fullmatch(exercise)):
         raise ValueError("no check writes such a line")
     tries = found.tries.setdefault(exercise, {}).setdefault(learner, Tries())
     tries.checks += 1
@@ -128,7 +110,7 @@ def _add(found: Class, file: str, line: dict[str, Any]) -> None:
 
 
 def _shown(text: Any, most: int) -> str:
-    """Return text in one line, without what a terminal would obey and a picture cannot draw."""
+    """Return text in one line, without what a terminal would obey."""
     plain = "".join(each if each.isprintable() else "?" for each in " ".join(str(text).split()))
     return plain if len(plain) <= most else f"{plain[: most - 1]}…"
 
@@ -142,6 +124,8 @@ def report(found: Class) -> Iterator[str]:
             "checks: until the first that passed, median of those who passed.\n"
             "seconds: one check takes, median."
         )
+        title = "The checks of each learner; in brackets, without one that passed"
+        yield table(title, ["", *found.exercises], list(_by_learner(found)), align="<")
     if cells := found.tries.get(RANKS_CELL):
         whole = sum(tries.checks for tries in cells.values())
         who = count(len(cells), "learner")
@@ -169,37 +153,16 @@ def _row(found: Class, exercise: str) -> list[str]:
     ]
 
 
+def _by_learner(found: Class) -> Iterator[list[str]]:
+    for learner in found.learners:
+        row = [learner]
+        for exercise in found.exercises:
+            tries = found.tries[exercise].get(learner, Tries())
+            unpassed = f"({tries.checks})" if tries.checks else ""
+            row.append(str(tries.until) if tries.passed else unpassed)
+        yield row
+
+
 def _most(counted: Counter[tuple[str, str]]) -> Iterable[str]:
     for (exercise, text), times in counted.most_common(MOST):
         yield f"{times:4}  {exercise:>8}  {text}"
-
-
-def draw(found: Class) -> Picture:
-    """Return a picture: a row for each learner, a column for each exercise, the checks in it."""
-    exercises, learners = found.exercises, found.learners
-    title = "How many checks each learner needed"
-    left = 0.2 + 0.085 * max(map(len, learners))
-    width = max(6.4, left + CELL * len(exercises) + 0.2)
-    bottom = HEAD + ROW * len(learners)
-    caption = "The number in a box counts the checks until the first that passed, or all so far."
-    picture, sheet = open_picture(
-        title, "\n".join([title, *report(found)]), width, bottom + KEY + 0.1, caption
-    )
-    for column, exercise in enumerate(exercises):
-        x = left + CELL * (column + 0.5)
-        write(sheet, x, HEAD - 0.1, exercise, 8.5, ha="center")
-    for row, learner in enumerate(learners):
-        y = HEAD + ROW * row
-        write(sheet, left - 0.1, y + ROW / 2, learner, 8.5, ha="right")
-        for column, exercise in enumerate(exercises):
-            if tries := found.tries[exercise].get(learner):
-                fill, edge, _ = PASSED if tries.passed else NOT_YET
-                number = str(tries.until if tries.passed else tries.checks)
-                x = left + CELL * column
-                box(sheet, x + 0.02, y + 0.02, CELL - 0.04, ROW - 0.04, fill, edge, number, 8.5)
-    x = 0.02
-    for fill, edge, text in (PASSED, NOT_YET, (PAPER, PAPER, "empty: no check")):
-        box(sheet, x, bottom + 0.1, 0.26, 0.16, fill, edge)
-        write(sheet, x + 0.34, bottom + 0.18, text, 8.5)
-        x += 0.55 + 0.075 * len(text)
-    return picture

@@ -12,7 +12,6 @@ import os
 import re
 from collections import Counter
 from functools import partial, reduce
-from itertools import product
 
 import psutil
 import torch
@@ -33,14 +32,10 @@ LIMIT = 10.0  # seconds for one run of a probe
 BITWISE = {"BAND": operator.and_, "BOR": operator.or_, "BXOR": operator.xor}
 OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", *BITWISE)
 EVERYWHERE = ("float32", "float64", "int64", "int32", "uint8")  # dtypes of all backends
-NCCL_DTYPES = (*EVERYWHERE, "float16", "bfloat16", "float8_e4m3fn", "bool")  # PyTorch maps them
-# PyTorch hands a complex tensor to a backend as a real one, except in these.
-COMPLEX_AS_THEY_ARE = ("reduce", "gather", "reduce_scatter", "reduce_scatter_single")
 DTYPES = (
     *("float32", "float64", "float16", "bfloat16", "float8_e4m3fn"),
     *("int64", "int32", "uint8", "bool", "complex64"),
 )
-ANY = "any"  # the dtype of an operation that moves no tensor
 
 
 def missing(backend: str, world_size: int = 2) -> str | None:
@@ -139,18 +134,15 @@ def _reduce(rank, n, dtype):
     return ([], []) if rank else ([tensor], [_combined("SUM", n, dtype)])
 
 
-def _all_gather(rank, n, dtype):
-    mine = _held(rank, n, dtype)
-    pieces = [torch.zeros_like(mine) for _ in range(n)]
-    dist.all_gather(pieces, mine)
-    return pieces, _everyone(n, dtype)
-
-
-def _all_gather_single(rank, n, dtype):
+def _all_gather(single, rank, n, dtype):
     mine = _held(rank, n, dtype)
     whole = torch.cat([torch.zeros_like(mine)] * n)
-    all_gather_single(whole, mine)
-    return list(whole.chunk(n)), _everyone(n, dtype)
+    pieces = list(whole.chunk(n))
+    if single:
+        all_gather_single(whole, mine)
+    else:
+        dist.all_gather(pieces, mine)
+    return pieces, _everyone(n, dtype)
 
 
 def _gather(rank, n, dtype):
@@ -167,65 +159,40 @@ def _scatter(rank, n, dtype):
     return [into], [pieces[rank]]
 
 
-def _reduce_scatter(rank, n, dtype):
-    pieces = _chunks(rank, n, dtype)
-    into = torch.zeros_like(pieces[rank])
-    dist.reduce_scatter(into, pieces)
-    return [into], [_combined("SUM", n, dtype).chunk(n)[rank]]
-
-
-def _reduce_scatter_single(rank, n, dtype):
+def _reduce_scatter(single, rank, n, dtype):
     mine = _held(rank, n, dtype)
     into = torch.zeros_like(mine[:4])
-    reduce_scatter_single(into, mine)
+    if single:
+        reduce_scatter_single(into, mine)
+    else:
+        dist.reduce_scatter(into, list(mine.chunk(n)))
     return [into], [_combined("SUM", n, dtype).chunk(n)[rank]]
 
 
-def _all_to_all(rank, n, dtype):
-    pieces = _chunks(rank, n, dtype)
-    into = [torch.zeros_like(piece) for piece in pieces]
-    dist.all_to_all(into, pieces)
-    return into, [_chunks(other, n, dtype)[rank] for other in range(n)]
-
-
-def _all_to_all_single(rank, n, dtype):
+def _all_to_all(single, rank, n, dtype):
     mine = _held(rank, n, dtype)
     into = torch.zeros_like(mine)
-    dist.all_to_all_single(into, mine)
+    if single:
+        dist.all_to_all_single(into, mine)
+    else:
+        dist.all_to_all(list(into.chunk(n)), list(mine.chunk(n)))
     return list(into.chunk(n)), [_chunks(other, n, dtype)[rank] for other in range(n)]
 
 
-def _barrier(rank, n, dtype):
-    dist.barrier()
-    return [], []
-
-
-def _objects(rank, n, dtype):
-    collected: list = [None] * n
-    dist.all_gather_object(collected, {"rank": rank})
-    copied = ["a word"] if rank == 0 else [None]
-    dist.broadcast_object_list(copied, src=0)
-    scattered: list = [None]
-    dist.scatter_object_list(scattered, list(range(n)) if rank == 0 else None, src=0)
-    expected = [{"rank": other} for other in range(n)], ["a word"], [rank]
-    return [torch.tensor((collected, copied, scattered) == expected)], [torch.tensor(True)]
-
-
-WITHOUT_DTYPE = {"barrier": _barrier, "objects": _objects}
 OPERATIONS = {
     "send, recv": _send_recv,
     "broadcast": _broadcast,
     **{f"all_reduce {op}": partial(_all_reduce, op) for op in OPS},
     "reduce": _reduce,
-    "all_gather": _all_gather,
-    "all_gather_single": _all_gather_single,
+    "all_gather": partial(_all_gather, False),
+    "all_gather_single": partial(_all_gather, True),
     "gather": _gather,
     "scatter": _scatter,
-    "reduce_scatter": _reduce_scatter,
-    "reduce_scatter_single": _reduce_scatter_single,
-    "all_to_all": _all_to_all,
-    "all_to_all_single": _all_to_all_single,
-} | WITHOUT_DTYPE
+    "reduce_scatter": partial(_reduce_scatter, False),
+    "reduce_scatter_single": partial(_reduce_scatter, True),
+    "all_to_all": partial(_all_to_all, False),
+    "all_to_all_single": partial(_all_to_all, True),
+}
 
 
 # --- trying them ----------------------------------------------------------------------------
@@ -279,12 +246,11 @@ def probe(run, operations=OPERATIONS, dtypes=DTYPES):
     """
     cells: dict[tuple[str, str], str] = {}
     for name, operation in operations.items():
-        kinds = (ANY,) if name in WITHOUT_DTYPE else tuple(dtypes)
         try:
-            per_rank = list(run(attempt, operation, kinds))
-            outcomes = {kind: _agreed([went[kind] for went in per_rank]) for kind in kinds}
+            per_rank = list(run(attempt, operation, dtypes))
+            outcomes = {kind: _agreed([went[kind] for went in per_rank]) for kind in dtypes}
         except (RankError, RankDiedError, DeadlockError, RunTimeoutError):
-            outcomes = {kind: _alone(run, operation, kind) for kind in kinds}
+            outcomes = {kind: _alone(run, operation, kind) for kind in dtypes}
         cells |= {(name, kind): _judged(name, kind, went) for kind, went in outcomes.items()}
     return cells
 
@@ -337,29 +303,6 @@ def probe_here():
     return found
 
 
-def nccl_documented():
-    """Return what is documented about nccl, for each cell of a probe; nothing is run.
-
-    Sources: the table of backends and the notes on ReduceOp in the documentation of
-    `torch.distributed`, and the map ncclDataType in NCCLUtils.hpp, which comes with PyTorch. It
-    sends a bool as a uint8, and ProcessGroupNCCL refuses AVG of bools. Complex tensors go as real
-    ones, by view_as_real in distributed_c10d.py, and objects as tensors on the current GPU. "not
-    run" is what none of them says.
-    """
-    cells = {}
-    for name, kind in product([name for name in OPERATIONS if name not in WITHOUT_DTYPE], DTYPES):
-        op, dtype = name.split()[-1], getattr(torch, kind)
-        as_real = dtype.is_complex and name not in COMPLEX_AS_THEY_ARE
-        complex_refused = dtype.is_complex and op in ("PRODUCT", "MIN", "MAX")
-        if op in BITWISE or complex_refused or (op, kind) == ("AVG", "bool"):
-            cells[name, kind] = "excluded"
-        elif (kind in NCCL_DTYPES or as_real) and _has_answer(op, dtype):
-            cells[name, kind] = "documented"
-        else:
-            cells[name, kind] = "not run"
-    return cells | {("barrier", ANY): "documented", ("objects", ANY): "documented"}
-
-
 @lesson_main("backends")
 def main(ranks: Ranks) -> str:
     """Try all operations with the dtypes that every backend has, and print one line.
@@ -367,15 +310,14 @@ def main(ranks: Ranks) -> str:
     On GPUs a backend may refuse an operation; a wrong answer is an error everywhere.
     """
     operations = {name: OPERATIONS[name] for name in OPERATIONS if name.split()[-1] not in BITWISE}
-    cells = probe(ranks, operations, EVERYWHERE)
     on_gpus = backends.choose_backend(ranks.backend, ranks.world_size) in backends.ON_GPUS
-    well = ("works", "no answer", "refused") if on_gpus else ("works", "no answer")
-    for (name, kind), outcome in cells.items():
-        claim = f"{name} gives the right answer for {kind}; got: {outcome}"
-        prove(claim, outcome.partition(":")[0] in well)
-    refused = {name for (name, _), outcome in cells.items() if outcome.startswith("refused")}
-    right = len(operations.keys() - refused)
-    return f"{right} operations right on {len(EVERYWHERE)} dtypes"
+    refused = set()
+    for (name, kind), outcome in probe(ranks, operations, EVERYWHERE).items():
+        word = outcome.partition(":")[0]
+        right = word in ("works", "no answer") or (word == "refused" and on_gpus)
+        prove(f"{name} gives the right answer for {kind}; got: {outcome}", right)
+        refused |= {name} if word == "refused" else set()
+    return f"{len(operations) - len(refused)} operations right on {len(EVERYWHERE)} dtypes"
 
 
 from ddp_kit.lessons import backends as lesson

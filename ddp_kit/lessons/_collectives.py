@@ -9,11 +9,9 @@ import torch
 
 from ddp_kit import compare
 from ddp_kit.error_text import count
-from ddp_kit.errors import PoolError
 from ddp_kit.lessons._launch import Ranks, lesson_main, prove
 from ddp_kit.notebook.controls import Explorer
 
-LARGEST_WORLD = 19  # for all_reduce_in_a_group: an int64 does not hold 10**19
 COLLECTIVES = (
     *("broadcast", "scatter", "gather", "reduce", "all_reduce", "all_gather", "reduce_scatter"),
     *("all_to_all", "all_reduce_in_a_group"),
@@ -79,7 +77,7 @@ def explore(
 
     def choices(settings: dict) -> dict:
         n = settings["world_size"]
-        sizes = range(1, min(max(8, n), LARGEST_WORLD) + 1)
+        sizes = range(1, max(8, n) + 1)
         return {"collective": COLLECTIVES, "op": lesson.OPS, "world_size": sizes, "root": range(n)}
 
     def title(settings: dict) -> str:
@@ -114,31 +112,19 @@ def _arguments(settings: dict) -> dict[str, Any]:
 
 @lesson_main("collectives")
 def main(ranks: Ranks) -> str:
-    """Run every collective with every op, compare with one process, and print one line.
-
-    A backend may refuse AVG, as gloo does in PyTorch 2.6. It is then left out, and a second line
-    says so. Raises ProofError if another op is refused, PoolError for more than 19 ranks.
-    """
-    if ranks.world_size > LARGEST_WORLD:
-        raise PoolError(
-            f"world_size must be at most {LARGEST_WORLD} in this lesson, whose rank r brings "
-            f"10**r as an int64, got {ranks.world_size}"
-        )
+    """Run every collective with every op, compare with one process, and print one line."""
     n = ranks.world_size
     held = [lesson.own_tensor(rank, n).cpu() for rank in range(n)]
-    refused = [op for op in lesson.OPS if any(ranks(lesson.try_op, op))]
-    prove("the backend accepts every op but AVG", set(refused) <= {"AVG"})
-    taken, names = [op for op in lesson.OPS if op not in refused], COLLECTIVES + ONE_TENSOR
+    names = COLLECTIVES + ONE_TENSOR
     for name in names:
         takes_op = "op" in signature(_worker(name)).parameters
-        for op in taken if takes_op else ["SUM"]:
+        for op in lesson.OPS if takes_op else ["SUM"]:
             result = ranks(_worker(name), *([op] if takes_op else []))
             prove(f"{name} with {op} is right", agrees(result, reference(name, held, op)))
     moments = list(ranks(lesson.barrier))
     last = max(moment["arrived"] for moment in moments)
     prove("nobody left the barrier early", all(m["left"] >= last for m in moments))
-    left_out = f"\nnot tried, because the backend refuses it: {', '.join(refused)}"
-    return f"{len(names)} collectives and the barrier are right{left_out if refused else ''}"
+    return f"{len(names)} collectives and the barrier are right"
 
 
 from ddp_kit.lessons import collectives as lesson

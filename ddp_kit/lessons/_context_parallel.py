@@ -16,7 +16,7 @@ from ddp_kit import compare, device
 from ddp_kit.lessons._gpt import Config, batches, make_gpt
 from ddp_kit.lessons._launch import Ranks, lesson_main, prove
 from ddp_kit.lessons.ring_allreduce import neighbours
-from ddp_kit.lessons.zero import ADAM, copies, train_alone
+from ddp_kit.lessons.zero import ADAM, bytes_by_kind, fit, keeping, train_alone
 from ddp_kit.trace.bytes_sent import bytes_sent
 
 WIDTH = 8  # of a head
@@ -143,78 +143,55 @@ def sent(trace):
 
 def watch_memory(rank, world_size, layout, attend, length):
     """Return the bytes that this rank keeps for the backward of one sequence, by kind."""
-    model, kinds = make_gpt(Config(context=length)), {"attention": 0, "other layers": 0}
-    seen = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    model, attention = make_gpt(Config(context=length)), []
     shards = layout(length, world_size)
     own = lesson.places(shards[rank]).to(device())
 
-    def keeping(kind):
-        def note(tensor):
-            memory = tensor.untyped_storage()
-            kinds[kind] += memory.nbytes() * (memory.data_ptr() not in seen)
-            seen.add(memory.data_ptr())
-            return tensor
-
-        return torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor)
-
     def watched(*heads):
-        with keeping("attention"):
-            return attend(*heads, shards)
+        with keeping() as kept:
+            output = attend(*heads, shards)
+        attention.extend(kept)
+        return output
 
     lesson.spread(model, watched)
-    with keeping("other layers"):
+    with keeping() as others:
         loss = lesson.loss_of_part(model, next(batches(1, 1, length)), own)
+    kinds = {"parameters": model.parameters(), "attention": attention, "other layers": others}
+    found = bytes_by_kind(kinds)
     loss.backward()  # until here, it has kept all of them
-    return kinds
+    return {kind: found[kind] for kind in ("attention", "other layers")}
 
 
 def learn(model, loss_of_part, batches):
     """Train on the parts of the batches, and return "losses" and "parameters"."""
-    optimizer, losses = ADAM(model.parameters()), []
-    for batch in batches:
-        optimizer.zero_grad()
-        loss = loss_of_part(model, batch)
-        loss.backward()
-        for part in (loss.detach(), *(parameter.grad for parameter in model.parameters())):
+
+    def add_up(loss):
+        for part in (loss, *(parameter.grad for parameter in model.parameters())):
             dist.all_reduce(part)
-        optimizer.step()
-        losses.append(loss.item())
-    return {"losses": losses, "parameters": copies(model)}
+
+    return fit(model, ADAM, batches, lambda model, *batch: loss_of_part(model, batch), add_up)
 
 
 @lesson_main("context_parallel")
 def main(ranks: Ranks) -> str:
-    """Compare everything with one process, count pairs and bytes, and print one line."""
+    """Compare everything with one process, count bytes, and print one line."""
     n = ranks.world_size
-    _prove_attention(ranks)
+    length = 6 * n + 1  # uneven
     alone = train_alone(ADAM, 2, 1, config=Config(context=256))
-    for way in lesson.LAYOUTS:
-        if way != "Ulysses" or Config().heads % n == 0:
+    expected = [x.cpu() for x in attend_alone(n, True, length)]
+    for way, layout in lesson.LAYOUTS.items():
+        by_ulysses = way == "Ulysses"
+        attend = lesson.ulysses if by_ulysses else lesson.ring_attention
+        result = ranks(lesson.rows_of, layout, attend, True, length)
+        whole = [put_together(parts, layout(length, n)) for parts in zip(*result, strict=True)]
+        prove(f"{way} attends as one process does", compare(whole, expected))
+        formula = ulysses_bytes if by_ulysses else ring_bytes
+        counted = sum(formula(n, 2, length, 2 * n * WIDTH, n * WIDTH))
+        prove(f"{way} sends {counted:,.0f} bytes", compare(sent(result.trace), counted))
+        if not by_ulysses or Config().heads % n == 0:
             found = list(ranks(lesson.train, way, 256, 2))
             prove(f"{way} trains as one process does", compare(found, alone))
     return "ring and Ulysses attend and train as one process does"
-
-
-def _prove_attention(ranks: Ranks):
-    """Check that all ways have the values, gradients, bytes and pairs that they should."""
-    n = ranks.world_size
-    length = 6 * n + 1  # uneven
-    ways = {
-        way: (layout, lesson.ring_attention, ring_bytes) for way, layout in lesson.LAYOUTS.items()
-    }
-    ways["Ulysses"] = lesson.in_order, lesson.ulysses, ulysses_bytes
-    for way, (layout, attend, formula) in ways.items():
-        for causal in (True, False):
-            result = ranks(lesson.rows_of, layout, attend, causal, length)
-            whole = [put_together(parts, layout(length, n)) for parts in zip(*result, strict=True)]
-            expected = [x.cpu() for x in attend_alone(n, causal, length)]
-            prove(f"{way} attends as one process does", compare(whole, expected))
-            counted = sum(formula(n, 2, length, 2 * n * WIDTH, n * WIDTH))
-            prove(f"{way} sends {counted:,.0f} bytes", compare(sent(result.trace), counted))
-    for way, expected in ("ring", list(range(4, 4 * n + 1, 4))), ("zig-zag", [2 * n + 1] * n):
-        done = ranks(pairs_of, lesson.LAYOUTS[way], lesson.attend_forward, 2 * n)
-        found = [sum(pairs for *_, pairs in each) for each in done]
-        prove(f"the ranks compute {expected} pairs", found == expected)
 
 
 from ddp_kit.lessons import context_parallel as lesson

@@ -8,10 +8,7 @@ from torch import nn
 
 from ddp_kit import compare
 from ddp_kit.lessons._launch import Ranks, lesson_main, prove
-from ddp_kit.notebook.controls import Explorer, positive
 from ddp_kit.trace import Trace
-
-_USUAL_CAPS = (0.5, 1, 2, 4, 25)  # MiB; the last is DDP's default
 
 
 def count_calls(trace: Trace) -> Counter[str]:
@@ -44,48 +41,11 @@ def typical(trace: Trace) -> int:
     return 1 + waits.index(sorted(waits)[len(waits) // 2])
 
 
-def explore(bucket_cap_mb: float = 1, world_size: int = 2) -> Explorer:
-    """Run ten backwards of a Stack and draw the buckets of a typical one on rank 0.
-
-    In JupyterLab, controls follow. Raises PoolError for an invalid choice.
-    """
-    caps = positive("bucket_cap_mb", bucket_cap_mb, _USUAL_CAPS)
-    return Explorer(
-        "ddp",
-        {"bucket_cap_mb": bucket_cap_mb, "world_size": world_size},
-        choices=lambda settings: {
-            "bucket_cap_mb": caps,
-            "world_size": range(1, max(4, world_size) + 1),
-        },
-        ask=lambda settings: (lesson.backwards, settings["bucket_cap_mb"]),
-        draw=lambda result, settings: on_one_axis(result)[0],
-    )
-
-
 @lesson_main("ddp")
 def main(ranks: Ranks) -> str:
     """Run the workers, compare with what one process computes, and print one line."""
-    for length, drop_last in ((1, False), (10, False), (10, True)):
-        _prove_sampler(ranks, length, drop_last)
-    _prove_start_and_mean(ranks)
-    _prove_no_sync(ranks)
-    return "equal start, mean gradients; no_sync and sampler as by hand"
-
-
-def _prove_sampler(ranks: Ranks, length: int, drop_last: bool) -> None:
-    hands = [dealt for (dealt,) in ranks(lesson.deal, length, False, drop_last)]
-    by_hand = lesson.deal_by_hand(length, ranks.world_size, drop_last)
-    prove("positions are dealt as by hand", hands == by_hand)
-    shuffled = [dealt for (dealt,) in ranks(lesson.deal, length, True, drop_last, (7,))]
-    prove("shuffling deals each position as often", _how_often(shuffled) == _how_often(hands))
-
-
-def _how_often(hands: list[list[int]]) -> list[int]:
-    return sorted(Counter(card for hand in hands for card in hand).values())
-
-
-def _prove_start_and_mean(ranks: Ranks) -> None:
-    """Prove that wrapped replicas, which start differently, train as one process does."""
+    hands = [dealt for (dealt,) in ranks(lesson.deal, 10, False, False)]
+    prove("positions are dealt as by hand", hands == lesson.deal_by_hand(10, ranks.world_size))
     rows = 4 * ranks.world_size
     alone = lesson.train_tied(0, 1, lambda module: module, rows)
     wrappers = (  # and the messages in three steps: three gradients in each, or one bucket
@@ -98,16 +58,13 @@ def _prove_start_and_mean(ranks: Ranks) -> None:
         prove(f"{wrap.__name__} trains as one process does", compare(result, alone))
         count = count_calls(result.trace)["all_reduce"]
         prove(f"{wrap.__name__} sends {calls} messages by hand", count == calls)
-
-
-def _prove_no_sync(ranks: Ranks) -> None:
-    """Prove that four small batches give one large batch's gradient, in one exchange."""
     whole = lesson.whole_batch_gradient(8 * 4 * ranks.world_size)
     for silent, exchanges in ((True, 1), (False, 4)):
         result = ranks(lesson.accumulate, 4, silent)
         prove("accumulated gradients are those of one large batch", compare(result, whole))
         count = count_calls(result.trace)["DDP all_reduce"]
         prove(f"{exchanges} of 4 backwards exchanged gradients", count == exchanges)
+    return "equal start, mean gradients; no_sync and sampler as by hand"
 
 
 from ddp_kit.lessons import ddp as lesson

@@ -1,4 +1,4 @@
-"""The proof of the lesson on device meshes, pictures of a redistribute, and bytes that TCP sent."""
+"""The proof of the lesson on device meshes, and the bytes that TCP sent."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from ddp_kit import compare
 from ddp_kit.lessons._launch import Ranks, lesson_main, prove
-from ddp_kit.notebook.controls import Explorer
 from ddp_kit.trace import Trace
 
 # Once in each process, PyTorch warns that it gathers on the CPU where it could call all_to_all, and
@@ -26,16 +25,10 @@ from ddp_kit.trace import Trace
 for name in ("_collective_utils", "_redistribute"):
     logging.getLogger(f"torch.distributed.tensor.{name}").setLevel(logging.ERROR)
 
-PLACEMENTS: dict[str, Placement] = {
-    "Shard(0)": Shard(0),
-    "Shard(1)": Shard(1),
-    "Replicate()": Replicate(),
-    "Partial()": Partial(),
-}
 # Every change that `redistribute` makes: nothing becomes partial.
 CHANGES = [
     (before, after)
-    for before, after in itertools.product(PLACEMENTS.values(), repeat=2)
+    for before, after in itertools.product((Shard(0), Shard(1), Replicate(), Partial()), repeat=2)
     if before != after and after != Partial()
 ]
 
@@ -65,48 +58,6 @@ def sent_by_tcp() -> Counter[int]:
     return sent
 
 
-def explore(
-    before: str = "Shard(0)",
-    after: str = "Replicate()",
-    world_size: int = 4,
-    rows: int = 4,
-    columns: int = 4,
-) -> Explorer:
-    """Redistribute a matrix, and draw which rank holds which part of it, before and after.
-
-    before, after: placements, as in "Shard(0)". In JupyterLab, controls follow. Raises PoolError
-    for an invalid choice.
-    """
-    names, several = tuple(PLACEMENTS), range(1, 9)
-    options = {"before": names, "after": names[:-1], "world_size": several}
-    options |= {"rows": several, "columns": several}
-    chosen = {"before": before, "after": after, "world_size": world_size}
-
-    def ask(settings: dict) -> tuple:
-        placements = [PLACEMENTS[settings[when]] for when in ("before", "after")]
-        return lesson.by_dtensor, *placements, settings["rows"], settings["columns"]
-
-    return Explorer(
-        "device_mesh",
-        chosen | {"rows": rows, "columns": columns},
-        choices=lambda settings: options,
-        ask=ask,
-        draw=_draw,
-    )
-
-
-def _draw(result, settings: dict):
-    from ddp_kit import plot  # ranks do not need it
-
-    whole = lesson.numbered(settings["rows"], settings["columns"])
-    if settings["before"] == "Partial()":
-        whole = sum_of_parts(len(result)) * whole
-    nbytes = sum(row.sent for row in result.trace.summary(rank=0).rows)
-    called = ", ".join(collectives(result.trace)) or "nothing is sent"
-    title = f"{settings['before']} to {settings['after']}: {called}, {nbytes:,} bytes"
-    return plot.placements(result, whole, title=f"{title} sent by rank 0")
-
-
 def sum_of_parts(n: int) -> float:
     """Return how many times the matrix the parts of `own_part` add up to if it is partial."""
     return sum(10.0**rank for rank in range(n))
@@ -116,13 +67,12 @@ def sum_of_parts(n: int) -> float:
 def main(ranks: Ranks) -> str:
     """Compare both ways with each other and with one process, and print one line."""
     n = ranks.world_size
-    for shape in ((4, 4), (5, 3), (n, 2 * n)):
+    for shape in ((5, 3), (n, 2 * n)):
         for before, after in CHANGES:
             _prove_change(ranks, before, after, shape)
-    for rows in {1, math.gcd(n, 2)}:
-        _prove_mesh(ranks, rows)
-    _prove_product(ranks)
-    _prove_mlp(ranks)
+    rows = math.gcd(n, 2)
+    for _, members, same in ranks(lesson.who_am_i, rows):
+        prove("a mesh has the groups made by hand", members == same)
     return f"{len(CHANGES)} changes of placement by hand equal DTensor's, and so do meshes"
 
 
@@ -136,57 +86,13 @@ def _prove_change(ranks, before: Placement, after: Placement, shape: tuple[int, 
         claim = f"{before!r} to {after!r} {worker.__name__} of {shape}"
         result = ranks(worker, before, after, *shape)
         prove(claim, compare([held["after"] for held in result], expected))
-        if by_hand and any(length % n for length in shape):
-            continue  # by all_to_all, the ranks send more or less than each other
-        if not by_hand and any(event.device != "cpu" for event in result.trace):
+        uneven = any(length % n for length in shape)  # some ranks send more than others
+        if uneven or any(event.device != "cpu" for event in result.trace):
             continue  # on GPUs, DTensor calls other collectives
         for rank in range(n):
             nbytes = sum(row.sent for row in result.trace.summary(rank=rank).rows)
             formula = round(lesson.bytes_sent(before, after, shape, n, all_to_all=by_hand))
             prove(f"{claim} sends {formula} bytes", nbytes == formula)
-
-
-def _prove_mesh(ranks, rows: int) -> None:
-    """Prove that a mesh has the groups made by hand, and that tensors are cut along both."""
-    mesh = (rows, ranks.world_size // rows)
-    for _, members, same in ranks(lesson.who_am_i, rows):
-        prove("a mesh has the groups made by hand", members == same)
-    for kinds in itertools.product([Shard(0), Shard(1), Replicate()], repeat=2):
-        expected = []
-        for rank in range(ranks.world_size):
-            part = lesson.numbered(5, 6)
-            for place, n, placement in zip(divmod(rank, mesh[1]), mesh, kinds, strict=True):
-                if isinstance(placement, Shard):
-                    part = lesson.pieces(part, placement.dim, n)[place]
-            expected.append(part)
-        held = ranks(lesson.on_mesh, mesh, list(kinds), 5, 6)
-        prove(f"{kinds} are cut as in one process", compare(list(held), expected))
-
-
-def _prove_product(ranks) -> None:
-    """Prove that DTensor's products are those of one process, and what their placements are."""
-    size = 2 * ranks.world_size
-    expected = lesson.numbered(size, size).cpu() @ lesson.numbered(size, size).cpu()
-    cases = {
-        (Shard(1), Shard(0)): ("Partial(sum)", sum),
-        (Shard(0), Replicate()): ("Shard(dim=0)", torch.vstack),
-        (Replicate(), Shard(1)): ("Shard(dim=1)", torch.hstack),
-    }
-    for factors, (name, join) in cases.items():
-        names, parts, wholes = zip(*ranks(lesson.product, *factors, size), strict=True)
-        if ranks.world_size > 1:
-            prove(f"{factors} make {name}", set(names) == {name})
-        prove("the product is right", compare([whole.cpu() for whole in wholes], expected))
-        prove("its parts are right", compare(join([part.cpu() for part in parts]), expected))
-
-
-def _prove_mlp(ranks) -> None:
-    """Prove that two sharded layers have the output and gradients of one process."""
-    n = ranks.world_size
-    torch.manual_seed(0)
-    given = [torch.randn(shape) for shape in ((3, 4), (4, 2 * n), (2 * n, 3))]
-    found = [[tensor.cpu() for tensor in tensors] for _, tensors in ranks(lesson.mlp, *given)]
-    prove("two layers are as in one process", compare(found, lesson.in_one_process(*given)))
 
 
 from ddp_kit.lessons import device_mesh as lesson

@@ -15,14 +15,8 @@ if TYPE_CHECKING:
 
 
 def first_digits(count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return training digits: float32 images (count, 1, 28, 28), int64 labels (count,).
-
-    Raises ValueError unless count is from 1 to 10,000.
-    """
-    digits = mnist()
-    if not 1 <= count <= len(digits):
-        raise ValueError(f"count must be from 1 to {len(digits):,}, got {count}")
-    return _as_batch(digits, count)
+    """Return training digits: float32 images (count, 1, 28, 28), int64 labels (count,)."""
+    return _as_batch(mnist(), count)
 
 
 def _as_batch(digits: MNIST, count: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 
 from ddp_kit import compare, device
 from ddp_kit.lessons._gpt import Config, batches, loss_of, make_gpt
 from ddp_kit.lessons._launch import Ranks, lesson_main, prove
 from ddp_kit.lessons.zero import ADAM, copies
-from ddp_kit.trace.bytes_sent import bytes_sent
 
 WIDTH = 64  # of a token
 
@@ -82,25 +80,19 @@ def dispatches(trace, rank):
 
 @lesson_main("experts")
 def main(ranks: Ranks) -> str:
-    """Compare a layer, its bytes and training with one process, and print one line."""
+    """Compare a layer and training with one process, and print one line."""
     n = ranks.world_size
     count, length = 2 * n, 16 * n
     for skew in (0.0, 100.0):  # with 100, each token goes to expert 0
         result = ranks(lesson.use, count, length, skew)
         for mine, alone in zip(result, use_alone(n, count, length, skew), strict=True):
             prove(f"one process, skew {skew}", compare(mine, of_rank(alone, mine)))
-        there = sum(bytes_sent(dispatches(result.trace, rank)[0]) for rank in range(n))
-        sent = sum(bytes_sent(event) for event in result.trace if event.splits)
-        prove("there and back, twice", compare(sent, 4 * there))
-    for replicas in {1, 1 + (n % 2 == 0)}:
-        for balance in (None, "loss", "bias"):
-            result = ranks(lesson.train, replicas, balance, 3, count, 2 * n)
-            alone = train_alone(count, 2 * n, 3, balance)
-            for mine in result:
-                kept = {name: mine[name] for name in alone}
-                prove(
-                    f"{replicas} replicas train as one process", compare(kept, of_rank(alone, kept))
-                )
+    for replicas, balance in ((1, None), (1, "loss"), (1 + (n % 2 == 0), "bias")):
+        alone = train_alone(count, 2 * n, 3, balance)
+        for mine in ranks(lesson.train, replicas, balance, 3, count, 2 * n):
+            kept = {name: mine[name] for name in alone}
+            found = compare(kept, of_rank(alone, kept))
+            prove(f"{replicas} replicas train as one process", found)
     return "experts, with and without replicas, train as one process does"
 
 

@@ -131,15 +131,11 @@ def part_of(batch: Batch, rank: int, world_size: int) -> Batch:
 
     Raises PoolError if the ranks cannot have equal parts.
     """
-    check_parts(len(batch[0]), world_size)
-    inputs, targets = (both.chunk(world_size)[rank] for both in batch)
-    return inputs, targets
-
-
-def check_parts(size: int, world_size: int) -> None:
-    """Raise PoolError unless a batch of `size` sequences divides among the ranks."""
+    size = len(batch[0])
     if size % world_size:
         raise PoolError(f"world_size must divide the {size} sequences of a batch, got {world_size}")
+    inputs, targets = (both.chunk(world_size)[rank] for both in batch)
+    return inputs, targets
 
 
 def loss_of(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

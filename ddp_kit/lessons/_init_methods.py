@@ -1,4 +1,4 @@
-"""Of the lesson on init methods: sockets, the meaning of PyTorch's messages, and the proof."""
+"""Of the lesson on init methods: a store that passes calls on, sockets, and the proof."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from unittest.mock import patch
 import psutil
 import torch.distributed as dist
 
-from ddp_kit.error_text import name_ranks
-from ddp_kit.errors import RankError
 from ddp_kit.lessons._launch import Ranks, lesson_main, prove
 
 
@@ -41,22 +39,6 @@ class ForwardingStore(dist.Store):
 
     def check(self, keys):
         return self.store.check(keys)
-
-    def compare_set(self, key, expected, desired):
-        return self.store.compare_set(key, expected, desired)
-
-    def multi_get(self, keys):
-        return [self.get(key) for key in keys]
-
-    def multi_set(self, keys, values):
-        for key, value in zip(keys, values, strict=True):
-            self.set(key, value)
-
-    def has_extended_api(self):
-        return self.store.has_extended_api()
-
-    def set_timeout(self, timeout):
-        self.store.set_timeout(timeout)
 
 
 def ranks_in(keys: Sequence[str]) -> list[int]:
@@ -106,15 +88,6 @@ def listeners() -> list[tuple[str, int, int | None]]:
     return [(c.laddr.ip, c.laddr.port, pid) for c, pid in found if c.status == psutil.CONN_LISTEN]
 
 
-def owner(port: int) -> str:
-    """Return the names of the processes that listen on a port, as far as the system shows them."""
-    pids = {pid for _, other, pid in listeners() if other == port} - {None}
-    names = set()
-    with suppress(psutil.Error):  # it has ended meanwhile, or belongs to another user
-        names = {"this process" if p == os.getpid() else psutil.Process(p).name() for p in pids}
-    return " and ".join(sorted(names)) or "no process, or one that the system does not show"
-
-
 @contextmanager
 def quiet() -> Iterator[None]:
     """Discard what PyTorch's C++ code writes to stderr, beside the error that it raises."""
@@ -128,100 +101,37 @@ def quiet() -> Iterator[None]:
         os.close(nowhere)
 
 
-_START_ALL = "Start every rank, each with its own rank number and all with the same world size."
-
-# What PyTorch's message contains, what it means, and what to do.
-MEANINGS = {
-    "expected, but not set": (
-        "env:// needs an environment variable that is not set.",
-        "Start with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT on every rank.",
-    ),
-    "clients joined": ("it hosts the store, and not all ranks connected in time.", _START_ALL),
-    "Wait timeout": ("it waited for another rank, which wrote nothing to the file.", _START_ALL),
-    "wait timeout": ("it waited for another rank, which wrote nothing to the store.", _START_ALL),
-    "EADDRINUSE": (
-        "it must listen on a port that another process is using.",
-        "Choose a free port. Only one rank may be rank 0.",
-    ),
-    "to connect to": (
-        "nothing listens at the address it was given.",
-        "Start rank 0. MASTER_ADDR and MASTER_PORT, or the URL, must name its machine and port.",
-    ),
-    "onnect": (  # "Connection refused" or "Connect timeout": it depends on which rank connects
-        "it found another rank's address, but could not connect to it.",
-        "The address may be from an earlier run: remove the file, or use a new name each time.",
-    ),
-    "operation to complete": (
-        "it joined a group, but another rank did not take part in time.",
-        _START_ALL,
-    ),
-}
-_CONSEQUENCES = ("Connection reset", "Connection closed", "Broken pipe")  # of another's failure
-
-
 def own_words(message: str) -> str:
     """Return PyTorch's message without ports and places in C++, which differ from run to run."""
     without_places = re.sub(r"\[/[^]]*\] |useIpv6: \w+, ", "", message)
     return re.sub(r"\b\d{5}(\$\d+)?(?!\d)", "PORT", without_places)
 
 
-def explain(error: RankError) -> str:
-    """Return what PyTorch meant, in wording that is the same on every run.
-
-    Ranks that failed only because another one had left are left out.
-    """
-    followed = {
-        rank
-        for rank, failure in error.failures.items()
-        if any(fragment in failure.message for fragment in _CONSEQUENCES)
-    }
-    ranks_by_meaning: dict[str, list[int]] = {}
-    for rank in sorted(error.failures.keys() - followed or followed):
-        ranks_by_meaning.setdefault(_meaning(error.failures[rank]), []).append(rank)
-    return "\n".join(f"{name_ranks(r)}: {meaning}" for meaning, r in ranks_by_meaning.items())
-
-
-def _meaning(failure) -> str:
-    for fragment, (meaning, hint) in MEANINGS.items():
-        if fragment in failure.message:
-            return f"{meaning}\n    {hint}"
-    return f"{failure.type}, which this lesson does not explain; read its message."
+def _propose(rank: int, world_size: int) -> tuple[str, list[int]]:
+    return tempfile.mkdtemp(), free_ports(3)
 
 
 @lesson_main("init_methods", init=False)
 def main(ranks: Ranks) -> str:
     """Form groups in four ways, look into the store, and print one line."""
-    proposed = list(ranks(_propose))
-    try:
-        _prove_rendezvous(ranks, *proposed[0])  # rank 0 decides
-    finally:
-        for folder, _ in proposed:
-            shutil.rmtree(folder, ignore_errors=True)
-    return "met in 4 ways, one address from each in the store"
-
-
-def _propose(rank: int, world_size: int) -> tuple[str, list[int]]:
-    return tempfile.mkdtemp(), free_ports(3)
-
-
-def _prove_rendezvous(ranks: Ranks, folder: str, ports: list[int]) -> None:
     n = ranks.world_size
-    for rank, seen in enumerate(ranks(lesson.noted, f"{folder}/noted")):
-        _prove_all_gather(seen, rank, n)
-    workers = lesson.by_environment, lesson.by_tcp, lesson.by_store, lesson.by_file
-    for worker, point in zip(workers, [*ports, f"{folder}/met"], strict=True):
-        with patch.dict(os.environ):  # under torchrun a worker changes this process's own
-            sums = list(ranks(worker, point))
-        prove(f"all ranks met {worker.__name__}", sums == [n * (n - 1) // 2] * n)
-
-
-def _prove_all_gather(seen: dict, rank: int, world_size: int) -> None:
-    wrote = [key for call, key, _ in seen["notes"] if call == "set"]
-    read = [key for call, key, _ in seen["notes"] if call == "get"]
-    prove("a rank writes one key, which ends in its number", ranks_in(wrote) == [rank])
-    prove("a rank reads the key of every rank", sorted(ranks_in(read)) == list(range(world_size)))
-    prove("a rank wrote an address at which it listens", seen["listens"] != "nothing")
-    prove("messages do not go through the store", seen["later"] == 0)
+    proposed = list(ranks(_propose))
+    folder, ports = proposed[0]  # rank 0 decides
+    try:
+        for rank, seen in enumerate(ranks(lesson.noted, f"{folder}/noted")):
+            wrote = [key for call, key, _ in seen["notes"] if call == "set"]
+            prove("a rank writes one key, which ends in its number", ranks_in(wrote) == [rank])
+            prove("a rank wrote an address at which it listens", seen["listens"] != "nothing")
+            prove("messages do not go through the store", seen["later"] == 0)
+        workers = lesson.by_environment, lesson.by_tcp, lesson.by_store, lesson.by_file
+        for worker, point in zip(workers, [*ports, f"{folder}/met"], strict=True):
+            with patch.dict(os.environ):  # under torchrun a worker changes this process's own
+                sums = list(ranks(worker, point))
+            prove(f"all ranks met {worker.__name__}", sums == [n * (n - 1) // 2] * n)
+    finally:
+        for path, _ in proposed:
+            shutil.rmtree(path, ignore_errors=True)
+    return "met in 4 ways, one address from each in the store"
 
 
 from ddp_kit.lessons import init_methods as lesson

@@ -14,7 +14,7 @@ import io
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -46,8 +46,9 @@ class Ranks:
 
     rank: of this process; None: the ranks are spawned, and this process is not one of them.
     folder: where to write the trace of each run; None: nowhere.
-    bare: for workers that form their own group: the pool of the spawned ranks; or, if every
-        process is a rank, the function that forms a group to gather results in.
+    run: runs a worker on spawned ranks; None: the shared pool does.
+    join: if workers form their own group and every process is a rank, the function that forms one
+        to gather results in.
     """
 
     def __init__(
@@ -56,11 +57,13 @@ class Ranks:
         backend: str,
         rank: int | None = None,
         folder: TraceFolder | None = None,
-        bare: pool.WorkerPool | Callable[[], None] | None = None,
+        run: Callable[..., Result] | None = None,
+        join: Callable[[], None] | None = None,
     ) -> None:
         self.world_size = world_size
         self.backend = backend
-        self._rank, self._folder, self._bare = rank, folder, bare
+        self._rank, self._folder, self._join_group = rank, folder, join
+        self._run = run or functools.partial(pool.run, world_size=world_size, backend=backend)
 
     def __str__(self) -> str:
         return "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
@@ -89,12 +92,12 @@ class Ranks:
     @contextmanager
     def _group(self) -> Iterator[None]:
         """Have a process group to gather results in; bare ranks have one only in this block."""
-        if self._bare is None or isinstance(self._bare, pool.WorkerPool):
+        if self._join_group is None:
             yield
             return
         if dist.is_initialized():  # the worker has left it
             dist.destroy_process_group()
-        self._bare()
+        self._join_group()
         try:
             yield
         finally:
@@ -103,10 +106,7 @@ class Ranks:
     def _run_spawned(self, worker: Callable[..., Any], *args: Any) -> Result:
         everyone = range(self.world_size)
         try:
-            if isinstance(self._bare, pool.WorkerPool):
-                result = self._bare.run(worker, *args)
-            else:
-                result = pool.run(worker, *args, world_size=self.world_size, backend=self.backend)
+            result = self._run(worker, *args)
         except KitError as error:
             self._keep(worker, getattr(error, "trace", None), everyone)
             raise
@@ -118,9 +118,7 @@ class Ranks:
 
     def _keep(self, worker: Callable[..., Any], trace: Trace | None, ranks: Iterable[int]) -> None:
         """Write the traces of `ranks` into the folder of --trace, if there is one."""
-        if self._folder is None or trace is None:
-            return
-        with _explaining(self._folder.path):
+        if self._folder is not None and trace is not None:
             self._folder.write(getattr(worker, "__name__", "worker"), trace, ranks)
 
     def agree_on_folder(self) -> None:
@@ -154,13 +152,11 @@ def open_ranks(
     has another world size, and for a folder that cannot be written to; BackendError for a
     backend that is unavailable.
     """
-    if environment.started_by_torchrun():
-        join = _join_torchrun
-    elif mpi.started_by_mpiexec():
-        join = _join_mpiexec
-    elif environment.started_by_hand():
-        join = _join_torchrun
-    else:
+    if not (
+        environment.started_by_torchrun()
+        or mpi.started_by_mpiexec()
+        or environment.started_by_hand()
+    ):
         size = settings.WORLD_SIZE if world_size is None else world_size
         size = pool.check_world_size(size)
         backends.choose_backend(backend, size)
@@ -169,9 +165,9 @@ def open_ranks(
             yield Ranks(size, backend, folder=kept)
         else:
             with pool.WorkerPool(size, backend, init=False) as bare:
-                yield Ranks(size, backend, folder=kept, bare=bare)
+                yield Ranks(size, backend, folder=kept, run=bare.run)
         return
-    ranks = join(world_size, backend, trace, init)
+    ranks = _join_others(world_size, backend, trace, init)
     try:
         ranks.agree_on_folder()
         yield ranks
@@ -185,80 +181,58 @@ def _open_folder(trace: str | None, clear: bool = True) -> TraceFolder | None:
     """Create the folder of --trace, without the traces of an earlier start."""
     if trace is None:
         return None
-    with _explaining(trace):
+    try:
         folder = TraceFolder(trace)
         if clear:
             folder.clear()
-        return folder
-
-
-@contextmanager
-def _explaining(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Raise PoolError if the folder of --trace cannot be used."""
-    try:
-        yield
     except OSError as error:
-        raise PoolError(
-            f"--trace cannot write to {os.fspath(path)!r}: {error.strerror or error}"
-        ) from error
+        raise PoolError(f"--trace cannot write to {trace!r}: {error.strerror or error}") from error
+    return folder
 
 
-def _join_torchrun(world_size: int | None, backend: str, trace: str | None, init: bool) -> Ranks:
+def _join_others(world_size: int | None, backend: str, trace: str | None, init: bool) -> Ranks:
+    """Make this process, which a launcher has started, one of the ranks."""
+    by_mpiexec = mpi.started_by_mpiexec() and not environment.started_by_torchrun()
+    launcher, option = ("mpiexec", "-n") if by_mpiexec else ("torchrun", "--nproc-per-node")
     environment.end_with_agent()
-    rank, started, local_rank, local_size = environment.rank_info()
-    _check_started("torchrun", "--nproc-per-node", started, world_size)
-    chosen = backends.choose_backend(backend, local_size)
-    if chosen == "mpi":
-        raise BackendError('backend="mpi" needs ranks that mpiexec has started; use backend="gloo"')
-    folder = _settle(chosen, local_rank, local_size, trace)
-    if init:
-        environment.join_group(backends.for_group(chosen))
-        return Ranks(started, backend, rank, folder)
-    return Ranks(started, backend, rank, folder, bare=lambda: environment.join_group("gloo"))
-
-
-def _join_mpiexec(world_size: int | None, backend: str, trace: str | None, init: bool) -> Ranks:
-    rank, started, local_rank, local_size = info = mpi.rank_info()
-    _check_started("mpiexec", "-n", started, world_size)
-    chosen = "mpi" if backend == "auto" else backends.choose_backend(backend, local_size)
-    if chosen != "mpi":
-        raise BackendError(
-            f"mpiexec has started these ranks, and they cannot use {chosen!r}; "
-            "leave out --backend, or start them with torchrun"
-        )
-    # What torchrun would set.
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    os.environ.update(zip(names, map(str, info), strict=True))
-    folder = _settle(chosen, local_rank, local_size, trace)
-    if not dist.is_mpi_available():
-        mpi.load()
-
-    def join() -> None:
-        # Each rank has a store of its own, because MPI has connected them already.
-        limit = timedelta(seconds=settings.JOIN_TIMEOUT)
-        member = {"rank": rank, "world_size": started, "timeout": limit}
-        dist.init_process_group(backends.for_group(chosen), store=dist.HashStore(), **member)
-
-    if init:
-        join()
-    return Ranks(started, backend, rank, folder, bare=None if init else join)
-
-
-def _check_started(launcher: str, option: str, started: int, world_size: int | None) -> None:
+    info = mpi.rank_info() if by_mpiexec else environment.rank_info()
+    rank, started, local_rank, local_size = info
     if world_size not in (None, started):
         raise PoolError(
             f"{launcher} has started {started} ranks, but --world-size is {world_size}; "
             f"leave out --world-size, or set {option} to it"
         )
-
-
-def _settle(
-    backend: str, local_rank: int, local_size: int, trace: str | None
-) -> TraceFolder | None:
-    """Set this rank's threads and device, and open the folder of --trace."""
+    choice = "mpi" if by_mpiexec and backend == "auto" else backend
+    chosen = backends.choose_backend(choice, local_size)
+    if chosen == "mpi" and not by_mpiexec:
+        raise BackendError('backend="mpi" needs ranks that mpiexec has started; use backend="gloo"')
+    if chosen != "mpi" and by_mpiexec:
+        raise BackendError(
+            f"mpiexec has started these ranks, and they cannot use {chosen!r}; "
+            "leave out --backend, or start them with torchrun"
+        )
     backends.share_cores(local_size)
-    backends.take_device(backend, local_rank)
-    return _open_folder(trace, clear=local_rank == 0)  # nobody writes before all have joined
+    backends.take_device(chosen, local_rank)
+    folder = _open_folder(trace, clear=local_rank == 0)  # nobody writes before all have joined
+    if by_mpiexec:
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # as torchrun sets them
+        os.environ.update(zip(names, map(str, info), strict=True))
+        if not dist.is_mpi_available():
+            mpi.load()
+        join = functools.partial(_join_mpi_group, rank, started)
+    else:
+        name = backends.for_group(chosen) if init else "gloo"
+        join = functools.partial(environment.join_group, name)
+    if init:
+        join()
+    return Ranks(started, backend, rank, folder, join=None if init else join)
+
+
+def _join_mpi_group(rank: int, world_size: int) -> None:
+    """Join the group of all ranks. Each has a store of its own: MPI has connected them already."""
+    limit = timedelta(seconds=settings.JOIN_TIMEOUT)
+    member = {"rank": rank, "world_size": world_size, "timeout": limit}
+    dist.init_process_group(backends.for_group("mpi"), store=dist.HashStore(), **member)
 
 
 def lesson_main(
@@ -267,55 +241,50 @@ def lesson_main(
     """Return a decorator that makes a lesson's `main` of the function that proves it.
 
     `main(argv)` calls the function with the ranks, and prints the line of proof, which ends with
-    what it returns; None: it has printed all itself.
+    what it returns.
 
     init: as for `open_ranks`. own: the lesson's own options, as for `add_argument`, by name; the
     function is called with their values.
     """
 
-    def decorate(prove_all: Callable[..., str | None]) -> Callable[[list[str] | None], None]:
+    def decorate(prove_all: Callable[..., str]) -> Callable[[list[str] | None], None]:
         @functools.wraps(prove_all)
         def main(argv: list[str] | None = None) -> None:
-            parser = lesson_parser(name, sys.modules[f"ddp_kit.lessons.{name}"].__doc__ or "")
-            for option, details in own.items():
+            description = sys.modules[f"ddp_kit.lessons.{name}"].__doc__ or ""
+            parser = _Parser(
+                prog=f"python -m ddp_kit.lessons.{name}",
+                description=description.split("\n\n")[0],
+                epilog=f"Also: torchrun --standalone --nproc-per-node 4 -m ddp_kit.lessons.{name}",
+            )
+            for option, details in (_OPTIONS | own).items():
                 parser.add_argument(f"--{option}", **details)
             options = vars(parser.parse_args(argv or []))
             started = [options.pop(each) for each in ("world_size", "backend", "trace")]
             with open_ranks(*started, init=init) as ranks:
-                if found := prove_all(ranks, **options):
-                    ranks.say(f"{name}: {ranks}, {found}")
+                ranks.say(f"{name}: {ranks}, {prove_all(ranks, **options)}")
 
         return main
 
     return decorate
 
 
-def lesson_parser(name: str, description: str) -> argparse.ArgumentParser:
-    """Return a parser with the options of every lesson: --world-size, --backend, --trace."""
-    parser = _Parser(
-        prog=f"python -m ddp_kit.lessons.{name}",
-        description=description.split("\n\n")[0],
-        epilog=f"Also: torchrun --standalone --nproc-per-node 4 -m ddp_kit.lessons.{name}",
-    )
-    parser.add_argument(
-        "--world-size",
-        type=int,
-        help=f"number of ranks to spawn (default {settings.WORLD_SIZE}; torchrun and mpiexec set "
-        "their own)",
-    )
-    parser.add_argument(
-        "--backend",
-        default="auto",
-        help='"gloo", "nccl", "cuda:gloo" (gloo on shared GPUs), "mpi", "shm", or "auto": nccl if '
-        "every rank can have a GPU of its own, else gloo (default auto)",
-    )
-    parser.add_argument(
-        "--trace",
-        metavar="DIR",
-        help="write what the ranks communicate to this folder, for kit.load_trace; "
-        "this replaces the traces of an earlier start",
-    )
-    return parser
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "world-size": {
+        "type": int,
+        "help": f"number of ranks to spawn (default {settings.WORLD_SIZE}; torchrun and mpiexec "
+        "set their own)",
+    },
+    "backend": {
+        "default": "auto",
+        "help": '"gloo", "nccl", "cuda:gloo" (gloo on shared GPUs), "mpi", "shm", or "auto": nccl '
+        "if every rank can have a GPU of its own, else gloo (default auto)",
+    },
+    "trace": {
+        "metavar": "DIR",
+        "help": "write what the ranks communicate to this folder, for kit.load_trace; this "
+        "replaces the traces of an earlier start",
+    },
+}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -351,13 +320,6 @@ def run_as_script(main: Callable[[list[str]], None]) -> None:
         sys.exit(130)
     if shown_by_notebook:
         sys.exit()
-
-
-def choose(name: str, value: Any, options: Mapping[str, Any]) -> Any:
-    """Return what a choice stands for. Raises PoolError unless it is one of the options."""
-    if value not in list(options):
-        raise PoolError(f"{name} must be one of {', '.join(map(repr, options))}; got {value!r}")
-    return options[value]
 
 
 def brief(comparison: Comparison) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 
 from ddp_kit import compare, device
 from ddp_kit.lessons._gpt import Config, batches, loss_of, make_gpt
@@ -15,7 +14,7 @@ def count_step(rank, world_size):
 
     "logits": of the lesson's GPT, and of that of the other lessons. "block": the bytes that one
     keeps. "steps": FLOPs, kept bytes and gradients by what is recomputed: nothing, all but products
-    and attention, all. "all ranks": the FLOPs of all of them, where nothing is recomputed.
+    and attention, all.
     """
     batch, steps = next(batches(rank + 1, 1)), []
     for wrap in (lambda block: block, lesson.selective, lesson.checkpoint_wrapper):
@@ -26,27 +25,21 @@ def count_step(rank, world_size):
         steps.append((lesson.count_flops(lesson.recomputing(wrap), batch), nbytes, gradients))
     gpt, own = make_gpt(), lesson.GPT(Config()).to(device())
     own.load_state_dict(gpt.state_dict())
-    x = torch.ones(rank + 1, 64, 64, device=device())
     with lesson.Kept() as kept:
-        out = gpt.blocks[0](x)  # takes the place of x, which was there before
-    block = kept.nbytes
-    del out
-    everywhere = torch.tensor(steps[0][0], device=device())
-    dist.all_reduce(everywhere)
-    logits = own(batch[0]), gpt(batch[0])
-    return {"logits": logits, "block": block, "steps": steps, "all ranks": everywhere.item()}
+        out = gpt.blocks[0](torch.ones(rank + 1, 64, 64, device=device()))
+    block = kept.nbytes - out.nbytes
+    return {"logits": (own(batch[0]), gpt(batch[0])), "block": block, "steps": steps}
 
 
 @lesson_main("one_rank_first")
 def main(ranks: Ranks) -> str:
     """Count FLOPs and bytes on every rank, compare them with the formulas, and print one line."""
-    result = ranks(count_step)
-    of_tokens = 64 * lesson.flops_per_token(layers=2, width=64, context=64, vocabulary=128)
-    for rank, found in enumerate(result):
+    tokens = 64 * lesson.flops_per_token(layers=2, width=64, context=64, vocabulary=128)
+    for rank, found in enumerate(ranks(count_step)):
         own, reference = found["logits"]
         prove("both GPTs are the same", compare(own, reference, rtol=0, atol=0))
         none, selective, full = found["steps"]
-        flops = of_tokens * (rank + 1)
+        flops = tokens * (rank + 1)
         prove("a step has the FLOPs of the formula", none[0] == selective[0] == flops < full[0])
         prove("recomputation keeps less", none[1] > selective[1] > full[1])
         for _, _, gradients in (selective, full):
@@ -54,8 +47,6 @@ def main(ranks: Ranks) -> str:
         if own.device.type == "cpu":  # kernels of a GPU keep some bytes more
             nbytes = lesson.layer_keeps(64 * (rank + 1), 64, 4)
             prove("a block keeps the bytes of the formula", found["block"] == nbytes)
-    n = ranks.world_size
-    prove("each rank counts its own", result[0]["all ranks"] == of_tokens * n * (n + 1) // 2)
     return "FLOPs and bytes of a step are those of the formulas, recomputed bit-equal"
 
 

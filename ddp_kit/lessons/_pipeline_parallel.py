@@ -17,9 +17,10 @@ from torch import nn
 from torch.distributed import pipelining
 
 from ddp_kit import compare, device
+from ddp_kit.lessons import zero
 from ddp_kit.lessons._gpt import Config, batches, make_gpt
-from ddp_kit.lessons._launch import Ranks, choose, lesson_main, prove
-from ddp_kit.lessons.zero import ADAM, SGD, copies
+from ddp_kit.lessons._launch import Ranks, lesson_main, prove
+from ddp_kit.lessons.zero import ADAM, SGD
 
 SIZE = 32  # the width of the GPT, and how many tokens it reads
 BY_HAND = {  # how many of m micro-batches a rank may hold
@@ -45,9 +46,9 @@ class Cell(NamedTuple):
     stage: int
 
 
-def config_for(world_size, tied=True):
+def config_for(world_size):
     """Return the sizes of a GPT with two blocks for each rank."""
-    return Config(layers=2 * world_size, width=SIZE, context=SIZE, tied=tied)
+    return Config(layers=2 * world_size, width=SIZE, context=SIZE)
 
 
 def next_rank(left, done, last):
@@ -83,7 +84,7 @@ def _start(schedule, model, m):
     cells; and the rank of the last stage.
     """
     rank, p = dist.get_rank(), dist.get_world_size()
-    chosen = choose("schedule", schedule, BY_HAND | PYTORCH)
+    chosen = (BY_HAND | PYTORCH)[schedule]
     loss_fn = partial(lesson.mean_loss, m)
     if schedule in BY_HAND:
         pipeline = lesson.Pipeline(lesson.GPTStage(model, rank, p), SIZE, loss_fn)
@@ -110,25 +111,16 @@ def _start(schedule, model, m):
     return step, parts, cells, next(r for r in range(p) if total - 1 in chosen(r, p))
 
 
-def train(
-    rank,
-    world_size,
-    schedule,
-    micro_batches=8,
-    optimizer_cls=SGD,
-    steps=3,
-    sequences=24,
-    tied=True,
-):
+def train(rank, world_size, schedule, micro_batches=8, optimizer_cls=SGD, steps=3, sequences=24):
     """Train a GPT, two blocks on each rank, with one of the schedules.
 
     Returns this rank's "losses", empty without the last stage, "parameters" by name, and the
     "cells" of the last step. Raises ValueError if the micro-batches cannot be equal.
     """
     lesson.cut(torch.empty(sequences), micro_batches)
-    model = make_gpt(config_for(world_size, tied))
+    model = make_gpt(config_for(world_size))
     step, stages, cells, last = _start(schedule, model, micro_batches)
-    group = dist.new_group([0, last]) if tied and last else None
+    group = dist.new_group([0, last]) if last else None
     mine = list(nn.ModuleList(stages).parameters())
     optimizer, losses = optimizer_cls(mine), []
     for tokens, targets in batches(sequences, steps, SIZE):
@@ -145,22 +137,9 @@ def train(
     return {"losses": losses, "parameters": parameters, "cells": cells}
 
 
-def train_alone(world_size, optimizer_cls=SGD, steps=3, sequences=24, tied=True, parts=1):
-    """Train the GPT of `world_size` ranks in this one process; return "losses", "parameters".
-
-    parts: how many micro-batches to cut a batch into.
-    """
-    model = make_gpt(config_for(world_size, tied))
-    optimizer, losses = optimizer_cls(model.parameters()), []
-    for batch in batches(sequences, steps, SIZE):
-        optimizer.zero_grad()
-        shares = []
-        for tokens, targets in zip(*(lesson.cut(half, parts) for half in batch), strict=True):
-            shares.append(lesson.mean_loss(parts, model(tokens), targets))
-            shares[-1].backward()
-        optimizer.step()
-        losses.append(sum(share.item() for share in shares))
-    return {"losses": losses, "parameters": copies(model)}
+def train_alone(world_size, optimizer_cls=SGD, steps=3, sequences=24):
+    """Train the GPT of `world_size` ranks in this process; return "losses" and "parameters"."""
+    return zero.train_alone(optimizer_cls, steps, sequences, config=config_for(world_size))
 
 
 def of_each_rank(whole, mine):
@@ -183,19 +162,18 @@ def main(ranks: Ranks) -> str:
     m, sequences = 2 * n, 4 * n
     nbytes = 2 * sequences * SIZE * SIZE * 4  # of the activations at a cut, in two steps
     ends = [(a, b) for a in range(n) for b in range(n) if abs(a - b) == 1]
-    for optimizer_cls in (SGD, ADAM):
-        alone = train_alone(n, optimizer_cls, 2, sequences)
-        for schedule in (*BY_HAND, *PYTORCH):
-            result = ranks(train, schedule, m, optimizer_cls, 2, sequences)
-            mine = [state["parameters"] for state in result]
-            prove(f"{schedule} has all of it", alone["parameters"].keys() == set().union(*mine))
-            whole = of_each_rank(alone["parameters"], mine)
-            prove(f"{schedule} trains as one process does", compare(mine, whole))
-            losses = next(state["losses"] for state in result if state["losses"])
-            prove(f"{schedule} has its losses", compare(losses, alone["losses"]))
-            if schedule in BY_HAND and n > 1:
-                sent = boundary_bytes(result)
-                prove(f"{schedule} sends {nbytes:,} bytes", sent == dict.fromkeys(ends, nbytes))
+    alone = train_alone(n, ADAM, 2, sequences)
+    for schedule in (*BY_HAND, *PYTORCH):
+        result = ranks(train, schedule, m, ADAM, 2, sequences)
+        mine = [state["parameters"] for state in result]
+        prove(f"{schedule} has all of it", alone["parameters"].keys() == set().union(*mine))
+        whole = of_each_rank(alone["parameters"], mine)
+        prove(f"{schedule} trains as one process does", compare(mine, whole))
+        losses = next(state["losses"] for state in result if state["losses"])
+        prove(f"{schedule} has its losses", compare(losses, alone["losses"]))
+        if schedule in BY_HAND and n > 1:
+            sent = boundary_bytes(result)
+            prove(f"{schedule} sends {nbytes:,} bytes", sent == dict.fromkeys(ends, nbytes))
     return "7 schedules train as one process does"
 
 

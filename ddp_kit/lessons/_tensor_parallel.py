@@ -20,7 +20,7 @@ from ddp_kit.lessons import zero
 from ddp_kit.lessons._gpt import Attention, Config, batches, loss_of, make_gpt
 from ddp_kit.lessons._launch import Ranks, lesson_main, prove
 from ddp_kit.lessons.device_mesh import pieces, shard_to_replicate
-from ddp_kit.lessons.zero import ADAM, SGD, memory
+from ddp_kit.lessons.zero import ADAM, SGD, bytes_by_kind, gradients_of, keeping, states_of
 
 CONFIG = Config()
 BATCH = 4  # sequences; every rank has all of them
@@ -123,98 +123,78 @@ def train_alone(
 def held(rank, world_size, cut: Callable, loss_function: Callable, places=lambda: None):
     """Return the bytes that a rank holds for a training step with Adam, by kind.
 
-    cut, places: as for `learn`. Activations are what the forward keeps for the backward; the other
-    kinds are counted after the step.
+    cut, places: as for `learn`. Activations are what the forward keeps for the backward.
     """
     model = make_gpt()
     cut(model)
-    optimizer, kept, seen = ADAM(model.parameters()), [], set()
-    parameters = sum(memory(parameter, seen) for parameter in model.parameters())
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            kept.append(memory(tensor, seen))
-        return tensor
-
+    optimizer = ADAM(model.parameters())
     ((inputs, targets),) = batches(BATCH, 1)
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with keeping() as kept:
         loss = loss_function(model(inputs, places()).flatten(0, 1), targets.flatten())
     loss.backward()
     optimizer.step()
-    states = [value for state in optimizer.state.values() for value in state.values()]
-    return {
-        "parameters": parameters,
-        "gradients": sum(memory(p.grad, set()) for p in model.parameters()),
-        "optimizer states": sum(memory(s, set()) for s in states if s.ndim),  # no step counts
-        "activations": sum(kept),
-    }
+    return bytes_by_kind(
+        {
+            "parameters": model.parameters(),
+            "gradients": gradients_of(model.parameters()),
+            "optimizer states": states_of(optimizer),
+            "activations": kept,
+        }
+    )
 
 
 def draw_block(result: Any, title: str) -> Any:
     """Draw where rank 0 communicates in a block that is cut, forward and backward."""
     from ddp_kit import plot  # ranks do not need it
 
-    calls = [f"{e.op}\n{e.nbytes:,} bytes" for e in result.trace if e.rank == 0]
+    calls = [f"{e.op} of {e.nbytes:,} bytes" for e in result.trace if e.rank == 0]
     half = len(calls) // 2
     forward, backward = ["identity"] * 4, ["identity"] * 4
     forward[1 if half == 2 else 0 :: 4 // half] = calls[:half]
     backward[:: 4 // half] = reversed(calls[half:])
     text = [f"{'fg'[i % 2]}: forward {forward[i]}, backward {backward[i]}" for i in range(4)]
-    picture = plot.Picture(
-        9, 3.1, "\n".join([title, *(line.replace("\n", " of ") for line in text)])
-    )
+    picture = plot.Picture(9, 3.1, "\n".join([title, *text]))
     ax = picture.add_axes((0, 0, 1, 1))
     ax.set(xlim=(0, 10), ylim=(3.5, 0))
     ax.set_axis_off()
     ax.text(0.1, 0.25, title, fontsize=11.5, fontweight="bold")
     ax.annotate("", (9.9, 1.8), (0.1, 1.8), arrowprops={"arrowstyle": "->"})
     look = {"ha": "center", "va": "center", "fontsize": 8}
+    high = 1.2 / len(result)
     for left, name in ((1.6, "its heads"), (6.4, "its part of the MLP")):
         for rank in range(len(result)):
-            top, high = 1.2 + 1.2 * rank / len(result), 1.2 / len(result)
-            ax.barh(
-                top, 2.2, 0.9 * high, left, align="edge", color=plot.rank_color(rank), alpha=0.5
-            )
-            ax.text(left + 1.1, top + 0.45 * high, f"rank {rank}: {name}", **look)
+            y, color = 1.2 + (rank + 0.45) * high, plot.rank_color(rank)
+            ax.barh(y, 2.2, 0.9 * high, left, color=color, alpha=0.5)
+            ax.text(left + 1.1, y, f"rank {rank}: {name}", **look)
     for i, x in enumerate((0.8, 4.5, 5.7, 9.2)):
         ax.text(x, 1.8, "fg"[i % 2], bbox={"boxstyle": "circle", "facecolor": "w"}, **look)
-        ax.text(x, 0.85, f"forward \N{RIGHTWARDS ARROW}\n{forward[i]}", **look)
-        ax.text(x, 2.8, f"\N{LEFTWARDS ARROW} backward\n{backward[i]}", **look)
+        there, back = (name.replace(" of ", "\n") for name in (forward[i], backward[i]))
+        ax.text(x, 0.85, f"forward \N{RIGHTWARDS ARROW}\n{there}", **look)
+        ax.text(x, 2.8, f"\N{LEFTWARDS ARROW} backward\n{back}", **look)
     return picture
-
-
-def config_for(n: int) -> Config:
-    """Return the lesson's sizes if n ranks can share them, or else the next ones that they can."""
-    if CONFIG.heads % n == 0:
-        return CONFIG
-    context, vocabulary = (-(-size // n) * n for size in (CONFIG.context, CONFIG.vocabulary))
-    return Config(heads=n, width=16 * n, context=context, vocabulary=vocabulary)
-
-
-def ways(optimizer_cls=ADAM, steps=3, dtype=torch.float32, config=CONFIG) -> dict[str, tuple]:
-    """Return the worker that trains in each way, and its arguments."""
-    settings = optimizer_cls, steps, dtype, config
-    in_sequence = partial(lesson.cut_gpt, regions=lesson.SEQUENCE)
-    places = partial(own_places, config.context)
-    return {
-        "by hand": (lesson.learn, lesson.cut_gpt, *settings),
-        "by hand, sequence": (lesson.learn, in_sequence, *settings, places, lesson.finish),
-        "parallelize_module": (lesson.learn_with_plan, False, *settings),
-        "parallelize_module, sequence": (lesson.learn_with_plan, True, *settings),
-    }
 
 
 @lesson_main("tensor_parallel")
 def main(ranks: Ranks) -> str:
     """Train in each way, compare with one process, count a block's calls, and print one line."""
-    config = config_for(ranks.world_size)
-    for optimizer_cls in (SGD, ADAM):
-        settings = optimizer_cls, 3, torch.float32, config
-        alone = train_alone(*settings)
-        for way, worker in ways(*settings).items():
-            result = ranks(*worker)
-            terms = 1024 * ranks.world_size  # the ranks' partial sums are added as well
-            prove(f"{way} trains as one process does", compare(result, alone, terms=terms))
+    n, config = ranks.world_size, CONFIG
+    if config.heads % n:  # the next sizes that n ranks can share
+        context, vocabulary = (-(-size // n) * n for size in (config.context, config.vocabulary))
+        config = Config(heads=n, width=16 * n, context=context, vocabulary=vocabulary)
+    settings = ADAM, 3, torch.float32, config
+    alone = train_alone(*settings)
+    in_sequence = partial(lesson.cut_gpt, regions=lesson.SEQUENCE)
+    places = partial(own_places, config.context)
+    ways = {
+        "by hand": (lesson.learn, lesson.cut_gpt, *settings),
+        "by hand, sequence": (lesson.learn, in_sequence, *settings, places, lesson.finish),
+        "parallelize_module": (lesson.learn_with_plan, False, *settings),
+        "parallelize_module, sequence": (lesson.learn_with_plan, True, *settings),
+    }
+    for way, worker in ways.items():
+        result = ranks(*worker)
+        terms = 1024 * n  # the ranks' partial sums are added as well
+        prove(f"{way} trains as one process does", compare(result, alone, terms=terms))
     block = ranks(lesson.run_block, lesson.cut_block, False, config)
     called = [event.op for event in block.trace if event.rank == 0]
     prove("a block has two all_reduces per direction", called == ["all_reduce"] * 4)

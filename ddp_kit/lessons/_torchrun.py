@@ -34,29 +34,20 @@ def main(ranks: Ranks, checkpoint: str | None, steps: int, pause: float) -> str:
         Path(checkpoint).mkdir(parents=True, exist_ok=True)
         begun, weights = ranks(lesson.train_tiny, checkpoint, steps, pause)[0]
         return f"steps {begun} to {steps}: {weights}"
-    _prove_places(ranks)
-    _prove_resuming(ranks)
-    return "each knows its place, resumed training bit-equal"
-
-
-def _prove_places(ranks):
     for rank, place in enumerate(ranks(lesson.my_place)):
-        prove("each rank finds its number", place["RANK"] == rank)
-        prove("each rank finds the world size", place["WORLD_SIZE"] == ranks.world_size)
+        found = place["RANK"], place["WORLD_SIZE"]
+        prove("each rank finds its number", found == (rank, ranks.world_size))
         if place["GROUP_RANK"] is not None:  # torchrun has started it
             first = place["GROUP_RANK"] * place["LOCAL_WORLD_SIZE"]
             prove("each host has consecutive ranks", rank == first + place["LOCAL_RANK"])
-
-
-def _prove_resuming(ranks):
     with TemporaryDirectory() as whole, TemporaryDirectory() as halves:
         at_once = list(ranks(lesson.train_tiny, whole, 6))
-        first_half = list(ranks(lesson.train_tiny, halves, 3))
+        ranks(lesson.train_tiny, halves, 3)
         second_half = list(ranks(lesson.train_tiny, halves, 6))
     prove("training resumes where it stopped", {begun for begun, _ in second_half} == {3})
-    prove("half of the training is not all of it", first_half[0] != at_once[0])
     weights = [weights for _, weights in [*at_once, *second_half]]
     prove("nothing is lost: all weights are bit-equal", all(w == weights[0] for w in weights))
+    return "each knows its place, resumed training bit-equal"
 
 
 from ddp_kit.lessons import torchrun as lesson

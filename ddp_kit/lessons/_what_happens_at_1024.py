@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from functools import cache, partial
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-from ddp_kit import device, model
+from ddp_kit import model
 from ddp_kit.lessons._launch import Ranks, lesson_main, prove
-from ddp_kit.lessons.ring_allreduce import chunked_ring, compare, count, exchange
+from ddp_kit.lessons.backends import samples
+from ddp_kit.lessons.ring_allreduce import compare, count, exchange
 
 
 def halving_doubling(tensor):
@@ -73,110 +71,42 @@ def replay(trace, alpha: float, beta: float) -> float:
     return max(map(finish, range(len(messages))), default=0.0)
 
 
-def backwards_by_ring(rank, world_size):
-    """Run two backwards of DDP that reduces buckets by the chunked ring; return their bytes.
-
-    The first has one bucket, because DDP does not know yet in which order gradients are ready.
-    """
-    sizes = []
-
-    def reduce_by_ring(_, bucket):
-        gradients = bucket.buffer().div_(world_size)
-        sizes.append(gradients.nbytes)
-        chunked_ring(gradients)
-        done = torch.futures.Future()
-        done.set_result(gradients)
-        return done
-
-    layers = nn.Sequential(*(nn.Linear(48, 48) for _ in range(4))).to(device())
-    ddp = DistributedDataParallel(layers, bucket_cap_mb=0.01)
-    ddp.register_comm_hook(None, reduce_by_ring)
-    for _ in range(2):
-        ddp(torch.ones(1, 48, device=device())).sum().backward()
-    return sizes
-
-
-def time_all_reduces(rank, world_size, sizes):
-    """Time each of ALL_REDUCES, by name and bytes: the seconds of each round, after a warm-up.
-
-    All are timed in each round, so that a busy moment does not affect only one of them.
-    """
-    seconds: dict[tuple[str, int], list[float]] = {}
-    for nbytes in sizes:
-        tensor = torch.zeros(nbytes // 4, device=device())
-        for turn in range(1 + (15 if nbytes < 1_000_000 else 5)):
-            for name, (all_reduce, _) in lesson.ALL_REDUCES.items():
-                dist.barrier()
-                start = time.perf_counter()
-                all_reduce(tensor)
-                if tensor.is_cuda:
-                    torch.cuda.synchronize()
-                if turn:
-                    seconds.setdefault((name, nbytes), []).append(time.perf_counter() - start)
-    return seconds
-
-
 def measure(run, world_sizes, sizes):
     """Return ranks, bytes and seconds of each all_reduce: the slowest rank's, of each round.
 
     run: calls a worker on all ranks of a `world_size=`, such as `kit.run`.
     """
-    found: dict[str, list] = {name: [] for name in lesson.ALL_REDUCES}
-    for n in world_sizes:
-        of_ranks = list(run(time_all_reduces, sizes, world_size=n))
-        for name, nbytes in of_ranks[0]:
-            each_round = zip(*(seconds[name, nbytes] for seconds in of_ranks), strict=True)
-            found[name].append((n, nbytes, [max(seconds) for seconds in each_round]))
-    return found
+    return {
+        name: [
+            (n, nbytes, seconds)
+            for n in world_sizes
+            for nbytes, seconds in samples(partial(run, world_size=n), all_reduce, sizes)
+        ]
+        for name, (all_reduce, _) in lesson.ALL_REDUCES.items()
+    }
 
 
 @lesson_main("what_happens_at_1024")
 def main(ranks: Ranks) -> str:
     """Compare the traces of real ranks with the model, and print one line."""
-    n = ranks.world_size
+    n, nbytes = ranks.world_size, 480 * ranks.world_size
     for name, (all_reduce, cost) in lesson.SENT.items():
-        prove_counts(ranks, name, all_reduce, cost)
-    prove_two_levels(ranks, 2 if n % 2 == 0 else n)
-    result = ranks(backwards_by_ring)
-    for rank, buckets in enumerate(result):
-        sent = [message.nbytes for message in result.trace.messages(src=rank)]
-        for counted, alpha, beta in ((len(sent), 1, 0), (sum(sent), 0, 1)):
-            ring = partial(model.chunked_ring, alpha=alpha, beta=beta)
-            predicted = model.ddp_step(n, buckets, 0, 0, ring)
-            prove("DDP sends what the model says", counted == round(predicted))
-    return "5 all_reduces and DDP send what the model says"
-
-
-def prove_counts(ranks, name: str, all_reduce, cost):
-    """Prove that an all_reduce is exact and sends the model's messages, in a row and in all."""
-    n, nbytes = ranks.world_size, 480 * ranks.world_size
-    prove(f"{name} is exact", all(ranks(compare, all_reduce, (1001,), torch.float32)))
-    trace = ranks(count, all_reduce, nbytes // 4).trace
-    for alpha, beta in ((1, 0), (0, 1)):
-        predicted = round(cost(n, nbytes, alpha, beta))
-        prove(f"{name} takes as long as predicted", round(replay(trace, alpha, beta)) == predicted)
-    rounds = model.rounds(cost, n, nbytes)
-    messages = trace.messages()
-    prove(f"{name} sends as many messages", len(messages) == sum(many for many, _ in rounds))
-    nbytes = round(sum(many * size for many, size in rounds))
-    prove(f"{name} sends as many bytes", sum(message.nbytes for message in messages) == nbytes)
-
-
-def prove_two_levels(ranks, per_host):
-    """Prove the same for two levels, on imaginary hosts."""
-    n, nbytes = ranks.world_size, 480 * ranks.world_size
-    free, message, byte = model.Link(0, 0), model.Link(1, 0), model.Link(0, 1)
-    all_reduce = partial(lesson.two_level, per_host=per_host)
-    prove("two levels are exact", all(ranks(compare, all_reduce, (1001,), torch.float32)))
-    trace = ranks(count, all_reduce, nbytes // 4).trace
-    predicted = model.two_level(n, nbytes, per_host, message, message)
-    prove("two levels take as long as predicted", replay(trace, 1, 0) == predicted)
-    leaving = [m.nbytes for m in trace.messages() if m.src < per_host <= m.dst]
-    predicted = model.two_level(n, nbytes, per_host, free, byte)
-    prove("a host's link carries as many bytes", sum(leaving) == round(predicted))
-    staying = [m.nbytes for m in trace.messages(src=0) if m.dst < per_host]
-    predicted = model.two_level(n, nbytes, per_host, byte, free)
-    prove("a link inside a host carries as many bytes", sum(staying) == round(predicted))
+        prove(f"{name} is exact", all(ranks(compare, all_reduce, (1001,), torch.float32)))
+        trace = ranks(count, all_reduce, nbytes // 4).trace
+        for alpha, beta in ((1, 0), (0, 1)):
+            taken, predicted = replay(trace, alpha, beta), cost(n, nbytes, alpha, beta)
+            prove(f"{name} takes as long as predicted", round(taken) == round(predicted))
+        predicted = sum(many * size for many, size in model.rounds(cost, n, nbytes))
+        sent = sum(message.nbytes for message in trace.messages())
+        prove(f"{name} sends as many bytes", sent == round(predicted))
+    per_host = 2 if n % 2 == 0 else n
+    two_level = partial(lesson.two_level, per_host=per_host)
+    prove("two levels are exact", all(ranks(compare, two_level, (1001,), torch.float32)))
+    trace = ranks(count, two_level, nbytes // 4).trace
+    leaving = sum(m.nbytes for m in trace.messages() if m.src < per_host <= m.dst)
+    predicted = model.two_level(n, nbytes, per_host, model.Link(0, 0), model.Link(0, 1))
+    prove("a host's link carries as many bytes", leaving == round(predicted))
+    return "5 all_reduces send what the model says"
 
 
 from ddp_kit.lessons import what_happens_at_1024 as lesson

@@ -16,13 +16,12 @@ gradients are reduced once in a step; in torchtitan's with a pipeline, 8 micro-b
 
 from __future__ import annotations
 
-import logging
+import re
 from collections import Counter, namedtuple
 from dataclasses import replace
 from typing import NamedTuple
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import init_device_mesh
 
 from ddp_kit import compare, device, model
@@ -30,14 +29,20 @@ from ddp_kit.lessons._gpt import batches, loss_of, make_gpt, part_of
 from ddp_kit.lessons._launch import Ranks, lesson_main, prove
 from ddp_kit.lessons.device_mesh import pieces
 from ddp_kit.lessons.pipeline_parallel import of_each_rank
-from ddp_kit.lessons.zero import ADAM, BATCH, SGD, filled_bytes, memory, train_alone
+from ddp_kit.lessons.zero import (
+    ADAM,
+    BATCH,
+    SGD,
+    bytes_by_kind,
+    filled_bytes,
+    gradients_of,
+    keeping,
+    states_of,
+    train_alone,
+)
 from ddp_kit.model import DGX_A100, DGX_H100, Accelerator, Cluster, Link, Plan, Transformer
 from ddp_kit.model.transformer import LLAMA_8B, LLAMA_70B, LLAMA_405B
-from ddp_kit.notebook.controls import Explorer
 from ddp_kit.trace.bytes_sent import bytes_sent
-
-# It warns in each process, with the time, that a parameter cut twice is gathered in two steps.
-logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 # Billions of parameters, sizes, and TFLOP/s of each A100.
 _Megatron = namedtuple("_Megatron", "billions heads width layers tp pp gpus batch tflops")
@@ -122,7 +127,6 @@ SMALL = Transformer(2, 64, 4, 128, 64, linear_bias=False)  # the GPT of the less
 CUT = {"query": 0, "key": 0, "value": 0, "out": 1, "up": 0, "down": 1}
 # With it, the seconds of `model.step` are bytes: nothing else takes time.
 BYTES = Cluster(Accelerator(1, 1e30, 1e30), 1, Link(0, 1), Link(0, 1))
-DTYPES = {"float32": None, "bfloat16": torch.bfloat16}
 
 
 def megatron(row, chunks=1):
@@ -169,33 +173,28 @@ def hold(rank, world_size, tp=2, recompute=False, dtype=None):
     """
     mesh = init_device_mesh(device().type, (world_size // tp, tp), mesh_dim_names=("dp", "tp"))
     gpt = lesson.parallelize_2d(make_gpt(), mesh, recompute, dtype)
-    optimizer, moments, kept = ADAM(gpt.parameters()), {}, []
+    optimizer, moments = ADAM(gpt.parameters()), {}
     sharded = [parameter.to_local() for parameter in gpt.parameters()]
 
-    def keep(tensor):
-        kept.append(tensor.detach())
-        return tensor
-
-    def note(moment):
-        seen = set()
-        states = [value for state in optimizer.state.values() for value in state.values()]
-        kinds = {
-            "parameters": sharded,
-            "gathered parameters": gpt.parameters(),
-            "gradients": [p.grad for p in gpt.parameters() if p.grad is not None],
-            "optimizer": [state for state in states if state.ndim],  # step counts are tiny
-            "activations": kept,
-        }
-        moments[moment] = {kind: sum(memory(t, seen) for t in kinds[kind]) for kind in kinds}
+    def note(moment, kept=()):
+        moments[moment] = bytes_by_kind(
+            {
+                "parameters": sharded,
+                "gathered parameters": gpt.parameters(),
+                "gradients": gradients_of(gpt.parameters()),
+                "optimizer": states_of(optimizer),
+                "activations": kept,
+            }
+        )
 
     for batch in batches(BATCH, 2):
         optimizer.zero_grad()
         note("before")
         mine = part_of(batch, mesh.get_local_rank("dp"), mesh["dp"].size())
-        with saved_tensors_hooks(keep, lambda tensor: tensor):
+        with keeping() as kept:
             loss = loss_of(gpt, *mine)
         # FSDP has freed the whole parameters of the blocks, which autograd kept, too: they count 0.
-        note("after forward")
+        note("after forward", kept)
         kept.clear()
         loss.backward()
         note("after backward")
@@ -203,25 +202,15 @@ def hold(rank, world_size, tp=2, recompute=False, dtype=None):
     return moments, {name: part.full_tensor() for name, part in gpt.state_dict().items()}
 
 
-def calls_along(trace, tp):
-    """Return the bytes that rank 0 sent along "dp" and "tp", by call; new_group does not count."""
-    found = {"dp": Counter(), "tp": Counter()}
+def calls_along(trace, tp, pp=1):
+    """Return the bytes that rank 0 sent along "dp", "pp" and "tp" of such a mesh, by call."""
+    strides = {1: "tp", tp: "pp", tp * pp: "dp"}
+    found = {"dp": Counter(), "pp": Counter(), "tp": Counter()}
     for event in trace:
-        if event.rank == 0 and event.op != "new_group":
-            ranks = event.group.ranks
-            along = "tp" if len(ranks) == tp and ranks[-1] - ranks[0] == tp - 1 else "dp"
-            found[along][event.op] += round(bytes_sent(event))
-    return found
-
-
-def sent_along(trace, pp, tp):
-    """Return the bytes that rank 0 sent along each dimension of a mesh of dp x pp x tp ranks."""
-    sent, strides = Counter(), {tp * pp: "dp", tp: "pp", 1: "tp"}
-    for event in trace:
-        if event.rank == 0 and event.op != "new_group":
+        if event.rank == 0 and event.op != "new_group" and len(event.group.ranks) > 1:
             first, second, *_ = event.group.ranks
-            sent[strides[second - first]] += round(bytes_sent(event))
-    return sent
+            found[strides[second - first]][event.op] += round(bytes_sent(event))
+    return found
 
 
 def held_parameters(transformer):
@@ -233,13 +222,10 @@ def held_parameters(transformer):
 def name_by_model(parameters, stage, blocks=2):
     """Return parameters of a stage of `blocks` blocks by their names in the whole model."""
 
-    def whole(name):
-        _, index, rest = name.split(".", 2)
-        return f"blocks.{stage * blocks + int(index)}.{rest}"
+    def whole(match):
+        return f"blocks.{stage * blocks + int(match[1])}."
 
-    return {
-        whole(name) if name.startswith("blocks.") else name: p for name, p in parameters.items()
-    }
+    return {re.sub(r"^blocks\.(\d+)\.", whole, name): p for name, p in parameters.items()}
 
 
 def bytes_along(dp, tp):
@@ -258,51 +244,19 @@ def bytes_along(dp, tp):
     return {"dp": (dp - 1) / dp * sharded, "tp": model.step(SMALL, plan, BYTES, model.FP32)["tp"]}
 
 
-def explore(tp=2, recompute="none", dtype="float32", world_size=4):
-    """Train a GPT on a mesh of world_size / tp times tp ranks, and draw what each rank holds.
-
-    recompute: "none" or "full". dtype: of forward and backward, "float32" or "bfloat16". In
-    JupyterLab, controls follow. Raises PoolError for an invalid choice.
-    """
-    from ddp_kit import plot  # ranks do not need it
-
-    def choices(settings):
-        several = [str(each) for each in (1, 2, 4) if settings["world_size"] % each == 0]
-        kinds = {"tp": several, "recompute": ("none", "full"), "dtype": tuple(DTYPES)}
-        return kinds | {"world_size": range(1, 5)}
-
-    def ask(settings):
-        again = settings["recompute"] == "full"
-        return hold, int(settings["tp"]), again, DTYPES[settings["dtype"]]
-
-    def draw(result, settings):
-        moments = [moments for moments, _ in result]
-        held = {moment: [each[moment] for each in moments] for moment in moments[0]}
-        data = settings["world_size"] // int(settings["tp"])
-        title = f"dp {data}, tp {settings['tp']}, recompute {settings['recompute']}"
-        return plot.memory(held, title=f"{title}, {settings['dtype']}", name="rank")
-
-    chosen = {"tp": str(tp), "recompute": recompute, "dtype": dtype, "world_size": world_size}
-    return Explorer("which_one_when", chosen, choices, ask, draw)
-
-
 @lesson_main("which_one_when")
 def main(ranks: Ranks) -> str:
     """Train on a mesh, compare with one process and with the formulas, and print one line."""
     n = ranks.world_size
     tp = 2 if n % 2 == 0 else 1
-    for optimizer_cls in (SGD, ADAM):
-        alone = train_alone(optimizer_cls)["parameters"]
-        for worker in (lesson.train_by_hand, lesson.train_2d):
-            found = list(ranks(worker, optimizer_cls, tp))
-            prove(f"{worker.__name__} trains as one process does", compare(found, alone))
+    alone = train_alone(ADAM)["parameters"]
+    for worker in (lesson.train_by_hand, lesson.train_2d):
+        found = list(ranks(worker, ADAM, tp))
+        prove(f"{worker.__name__} trains as one process does", compare(found, alone))
     traces = [ranks(lesson.train_2d, SGD, tp, steps).trace for steps in (1, 2)]
     one, two = (calls_along(trace, tp) for trace in traces)
-    sent = {name: sum((two[name] - one[name]).values()) for name in two}
+    sent = {name: (two[name] - one[name]).total() for name in ("dp", "tp")}
     prove("a rank sends what the model says", compare(sent, bytes_along(n // tp, tp)))
-    kept, again = (list(ranks(hold, tp, recompute)) for recompute in (False, True))
-    same = compare([p for _, p in again], [p for _, p in kept], rtol=0, atol=0)
-    prove("recomputation changes no bit", same)
     pp = 2 if n % 4 == 0 else 1
     found = list(ranks(lesson.train_3d, pp, tp, 2, 2))
     larger = train_alone(SGD, 2, 24, torch.float64, lesson.LARGER)["parameters"]

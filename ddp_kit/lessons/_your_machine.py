@@ -10,10 +10,7 @@ import time
 import uuid
 from contextlib import suppress
 
-import torch
-import torch.distributed as dist
-
-from ddp_kit.lessons._launch import lesson_parser, open_ranks, prove
+from ddp_kit.lessons._launch import Ranks, lesson_main, prove
 from ddp_kit.pool.ranks import kill_marked
 from ddp_kit.pool.wire.messages import RANK_MARK
 
@@ -26,8 +23,8 @@ def side_by_side(
     errors: also return the lines on stderr. in_order: return the lines of each program as they
     came, one program after the other.
 
-    No program outlives this call, nor does any process it has started. At an interrupt, and at the
-    time limit, which raises TimeoutError, programs get SIGTERM, and after 10 seconds SIGKILL.
+    No program outlives this call, nor does any process it has started. Raises TimeoutError at the
+    time limit. Programs that are still running get SIGTERM, and after 10 seconds SIGKILL.
     """
     started: list[subprocess.Popen] = []
     mark = uuid.uuid4().hex  # the processes that they start inherit it
@@ -47,69 +44,31 @@ def side_by_side(
         except subprocess.TimeoutExpired:
             raise TimeoutError(f"the programs did not end within {seconds:g} s") from None
         finally:
-            try:
-                _ask_to_end(started)
-            finally:
-                for process in started:
-                    process.kill()
-                    process.wait()
-                kill_marked(mark)
+            for process in started:
+                process.terminate()  # a script may remove what it has made
+            deadline = time.monotonic() + 10
+            for process in started:
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(max(0, deadline - time.monotonic()))
+                process.kill()
+                process.wait()
+            kill_marked(mark)
     lines = "".join(printed).splitlines()
     return lines if in_order else sorted(lines)
 
 
-def _ask_to_end(programs: list[subprocess.Popen]) -> None:
-    for program in programs:
-        program.terminate()
-    deadline = time.monotonic() + 10
-    with suppress(subprocess.TimeoutExpired):
-        for program in programs:
-            program.wait(deadline - time.monotonic())
-
-
-def in_a_world_of_one() -> str:
-    """Call `synchronize` in a process group with this process as its only rank."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        return lesson.synchronize()
-    finally:
-        dist.destroy_process_group()
-
-
-def come_and_leave(rank: int, world_size: int, late: int) -> dict[str, float]:
-    """Return when this rank came to `synchronize` and when it left, by the machine's own clock.
-
-    Rank `late` computes for a while before it comes.
-    """
-    lesson.synchronize()
-    enough = time.monotonic() + (0.3 if rank == late else 0)
-    while time.monotonic() < enough:
-        torch.matmul(torch.rand(100, 100), torch.rand(100, 100))
-    came = time.monotonic()
-    lesson.synchronize()
-    return {"came": came, "left": time.monotonic()}
-
-
-def main(argv: list[str] | None = None) -> None:
-    """Call `synchronize` with and without a group, check each rank's numbers, print one line."""
-    options = lesson_parser("your_machine", lesson.__doc__).parse_args(argv or [])
-    alone = "the world is one rank"
-    prove("it returns without a group", lesson.synchronize() == "there is no process group")
-    prove("it returns in a world of one", in_a_world_of_one() == alone)
-    with open_ranks(options.world_size, options.backend, options.trace) as ranks:
-        n = ranks.world_size
-        for rank, answers in enumerate(ranks(lesson.who_am_i)):
-            group = answers["get_rank()"], answers["get_world_size()"]
-            prove("the group numbers ranks as the kit does", group == (rank, n))
-            environment = answers["RANK"], answers["WORLD_SIZE"]
-            prove("the environment agrees", environment == (rank, n))
-        last = alone if n == 1 else "all ranks are here"
-        prove("all ranks leave together", list(ranks(lesson.everywhere)) == [last] * n)
-        times = list(ranks(come_and_leave, 0))
-        if os.environ.get("LOCAL_WORLD_SIZE", str(n)) == str(n):  # one machine, one clock
-            came, left = (max(t["came"] for t in times), min(t["left"] for t in times))
-            prove("nobody leaves before the last has come", came <= left)
-        ranks.say(f"your_machine: {ranks}, each knows its rank, synchronize returns as it should")
+@lesson_main("your_machine")
+def main(ranks: Ranks) -> str:
+    """Check each rank's numbers, call `synchronize` on all, and print one line."""
+    n = ranks.world_size
+    for rank, answers in enumerate(ranks(lesson.who_am_i)):
+        group = answers["get_rank()"], answers["get_world_size()"]
+        prove("the group numbers ranks as the kit does", group == (rank, n))
+        environment = answers["RANK"], answers["WORLD_SIZE"]
+        prove("the environment agrees", environment == (rank, n))
+    last = "the world is one rank" if n == 1 else "all ranks are here"
+    prove("all ranks leave together", list(ranks(lesson.everywhere)) == [last] * n)
+    return "each knows its rank, synchronize returns as it should"
 
 
 from ddp_kit.lessons import your_machine as lesson

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
 from ddp_kit import compare
-from ddp_kit.lessons._gpt import Config, batches, check_parts, loss_of, make_gpt
+from ddp_kit.lessons._gpt import Config, batches, loss_of, make_gpt
 from ddp_kit.lessons._launch import Ranks, lesson_main, prove
 from ddp_kit.trace import Trace
 from ddp_kit.trace.bytes_sent import bytes_sent
@@ -38,6 +40,28 @@ def copies(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
+def fit(
+    model: nn.Module,
+    optimizer_cls: Callable,
+    batches: Iterable[tuple[torch.Tensor, torch.Tensor]],
+    loss_of: Callable = loss_of,
+    exchange: Callable[[torch.Tensor], None] = lambda loss: None,
+) -> dict[str, Any]:
+    """Train on batches, and return "losses" and "parameters".
+
+    exchange: is called with the loss after each backward, and may add up what ranks have.
+    """
+    optimizer, losses = optimizer_cls(model.parameters()), []
+    for batch in batches:
+        optimizer.zero_grad()
+        loss = loss_of(model, *batch)
+        loss.backward()
+        exchange(loss.detach())
+        optimizer.step()
+        losses.append(loss.item())
+    return {"losses": losses, "parameters": copies(model)}
+
+
 def train_alone(
     optimizer_cls: Callable = SGD,
     steps: int = 3,
@@ -48,14 +72,7 @@ def train_alone(
     """Train the GPT on whole batches in this one process; return "losses" and "parameters"."""
     config = config or Config()
     model = make_gpt(config).to(dtype)
-    optimizer, losses = optimizer_cls(model.parameters()), []
-    for batch in batches(size, steps, config.context):
-        optimizer.zero_grad()
-        loss = loss_of(model, *batch)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return {"losses": losses, "parameters": copies(model)}
+    return fit(model, optimizer_cls, batches(size, steps, config.context))
 
 
 def bytes_per_step(run: Callable, worker: Callable, *args: Any) -> list[Counter[str]]:
@@ -93,46 +110,62 @@ def memory(tensor: torch.Tensor, seen: set[int]) -> int:
     return storage.nbytes()
 
 
-def held(training: Any) -> dict[str, int]:
-    """Return the bytes of memory behind a rank's tensors, by kind.
-
-    training: an object of one of the classes in WAYS. Several views of one memory count once, and
-    so does memory that two kinds share.
-    """
-    optimizer = training.optimizer
-    trained = [p for group in optimizer.param_groups for p in group["params"]]
-    each = {*training.model.parameters(), *trained}
-    states = getattr(optimizer, "optim", optimizer).state.values()
-    kinds = {
-        "parameters": trained,
-        "gathered parameters": [flat.flat for flat in getattr(training, "flats", ())],
-        "gradients": [p.grad for p in each if p.grad is not None],
-        # Step counts are tiny.
-        "optimizer states": [s for state in states for s in state.values() if s.ndim],
-    }
+def bytes_by_kind(kinds: Mapping[str, Iterable[torch.Tensor]]) -> dict[str, int]:
+    """Return the bytes of memory behind tensors; memory that two kinds share counts once."""
     seen: set[int] = set()
     return {kind: sum(memory(tensor, seen) for tensor in kinds[kind]) for kind in kinds}
 
 
+def gradients_of(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return [p.grad for p in parameters if p.grad is not None]
+
+
+def states_of(optimizer: Any) -> list[torch.Tensor]:
+    """Return what an optimizer keeps, but not the step counts, which are tiny."""
+    states = getattr(optimizer, "optim", optimizer).state.values()
+    return [value for state in states for value in state.values() if value.ndim]
+
+
+@contextmanager
+def keeping() -> Iterator[list[torch.Tensor]]:
+    """Yield a list that gets what autograd keeps for the backward in this block."""
+    kept: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor.detach())
+        return tensor
+
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        yield kept
+
+
+def held(training: Any) -> dict[str, int]:
+    """Return the bytes of a rank by kind. training: an object of one of the classes in WAYS."""
+    trained = [p for group in training.optimizer.param_groups for p in group["params"]]
+    return bytes_by_kind(
+        {
+            "parameters": trained,
+            "gathered parameters": [flat.flat for flat in getattr(training, "flats", ())],
+            "gradients": gradients_of({*training.model.parameters(), *trained}),
+            "optimizer states": states_of(training.optimizer),
+        }
+    )
+
+
 @lesson_main("zero")
 def main(ranks: Ranks) -> str:
-    """Train in each way, compare with one process, count bytes, and print one line.
-
-    Raises PoolError for a world size that does not divide the batch.
-    """
+    """Train in each way, compare with one process, count bytes, and print one line."""
     n = ranks.world_size
-    check_parts(BATCH, n)
-    alone = {make: train_alone(make)["parameters"] for make in (SGD, ADAM)}
+    wanted = train_alone(ADAM)["parameters"]
+    parts = [sum(p.numel() for p in part) for part in lesson.parts(make_gpt())]
     for way, (name, times) in WAYS.items():
         training = getattr(lesson, name)
-        for make, wanted in alone.items():
-            found = ranks(lesson.learn, partial(training, optimizer_cls=make))
-            claim = f"{way} trains as one process does"
-            prove(claim, compare([each["parameters"] for each in found], wanted))
-        parts = [sum(p.numel() for p in part) for part in lesson.parts(make_gpt())]
-        filled = sum(parts) if way == "DDP" else sum(-(-part // n) * n for part in parts)
-        sent = [sum(calls.values()) for calls in bytes_per_step(ranks, lesson.learn, training)]
+        found = ranks(lesson.learn, training)
+        parameters = [each["parameters"] for each in found]
+        prove(f"{way} trains as one process does", compare(parameters, wanted))
         if times:
+            filled = sum(parts) if way == "DDP" else sum(-(-part // n) * n for part in parts)
+            sent = [sum(calls.values()) for calls in bytes_per_step(ranks, lesson.learn, training)]
             expected = times * (n - 1) / n * 4 * filled
             prove(f"{way} sends what the formula says", compare(sum(sent) / n, expected))
     return "3 stages and PyTorch's own train as one process does"

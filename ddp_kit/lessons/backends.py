@@ -1,4 +1,4 @@
-# Made from notebooks/10_backends.ipynb by `make editions`: edit that, not this. be890be4a2ad
+# Made from notebooks/10_backends.ipynb by `make editions`: edit that, not this.
 """Backends: what each can do, and what it costs."""
 
 import math
@@ -11,22 +11,17 @@ import torch.distributed as dist
 
 import ddp_kit as kit
 from ddp_kit.lessons._backends import (
-    ANY,
     BITWISE,
-    COMPLEX_AS_THEY_ARE,
     DTYPES,
     EVERYWHERE,
     LIMIT,
-    NCCL_DTYPES,
     OPERATIONS,
     OPS,
     PLACES,
-    WITHOUT_DTYPE,
     attempt,
     here,
     main,
     missing,
-    nccl_documented,
     probe,
     probe_here,
     refusals,

@@ -1,4 +1,4 @@
-# Made from notebooks/02_collectives.ipynb by `make editions`: edit that, not this. a546046753c7
+# Made from notebooks/02_collectives.ipynb by `make editions`: edit that, not this.
 """Collectives: every rank takes part."""
 
 import time
@@ -9,7 +9,6 @@ import torch.distributed as dist
 import ddp_kit as kit
 from ddp_kit.lessons._collectives import (
     COLLECTIVES,
-    LARGEST_WORLD,
     ONE_TENSOR,
     agrees,
     explore,

@@ -1,4 +1,4 @@
-# Made from notebooks/18_context_parallel.ipynb by `make editions`: edit that, not this. 1ef4d78dc655
+# Made from notebooks/18_context_parallel.ipynb by `make editions`: edit that, not this.
 """Context parallelism: one sequence on many ranks."""
 
 import math

@@ -1,4 +1,4 @@
-# Made from notebooks/07_data_parallel.ipynb by `make editions`: edit that, not this. d6972d13d10e
+# Made from notebooks/07_data_parallel.ipynb by `make editions`: edit that, not this.
 """DataParallel: eight steps, all through device 0."""
 
 import time

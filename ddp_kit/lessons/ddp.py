@@ -1,4 +1,4 @@
-# Made from notebooks/08_ddp.ipynb by `make editions`: edit that, not this. 6aedaf2d457c
+# Made from notebooks/08_ddp.ipynb by `make editions`: edit that, not this.
 """DistributedDataParallel: what it sends, and when."""
 
 import time
@@ -14,7 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.utils.data import DistributedSampler
 
 import ddp_kit as kit
-from ddp_kit.lessons._ddp import count_calls, explore, main, on_one_axis, typical
+from ddp_kit.lessons._ddp import count_calls, main, on_one_axis, typical
 from ddp_kit.lessons._launch import run_as_script
 from ddp_kit.lessons.partitioned_sgd import SEED, Net, average_gradients, first_digits, flat
 

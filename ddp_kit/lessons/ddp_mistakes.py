@@ -1,4 +1,4 @@
-# Made from notebooks/09_ddp_mistakes.ipynb by `make editions`: edit that, not this. 36d7fe595527
+# Made from notebooks/09_ddp_mistakes.ipynb by `make editions`: edit that, not this.
 """DDP: mistakes, found and put right."""
 
 import math

@@ -1,4 +1,4 @@
-# Made from notebooks/14_device_mesh.ipynb by `make editions`: edit that, not this. 9f4c64f2d0b4
+# Made from notebooks/14_device_mesh.ipynb by `make editions`: edit that, not this.
 """Device meshes: one tensor on many ranks."""
 
 import math
@@ -9,15 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import ddp_kit as kit
-from ddp_kit.lessons._device_mesh import (
-    CHANGES,
-    PLACEMENTS,
-    collectives,
-    explore,
-    main,
-    sent_by_tcp,
-    sum_of_parts,
-)
+from ddp_kit.lessons._device_mesh import CHANGES, collectives, main, sent_by_tcp, sum_of_parts
 from ddp_kit.lessons._launch import run_as_script
 
 

@@ -1,4 +1,4 @@
-# Made from notebooks/19_experts.ipynb by `make editions`: edit that, not this. e2c77d5ee677
+# Made from notebooks/19_experts.ipynb by `make editions`: edit that, not this.
 """Experts: every token goes to some of the ranks."""
 
 import torch

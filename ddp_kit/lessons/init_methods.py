@@ -1,4 +1,4 @@
-# Made from notebooks/06_init_methods.ipynb by `make editions`: edit that, not this. bd7556953b3b
+# Made from notebooks/06_init_methods.ipynb by `make editions`: edit that, not this.
 """Init methods: how ranks find each other."""
 
 import os
@@ -10,15 +10,12 @@ import torch.distributed as dist
 
 import ddp_kit as kit
 from ddp_kit.lessons._init_methods import (
-    MEANINGS,
     ForwardingStore,
-    explain,
     free_ports,
     listeners,
     main,
     own_address,
     own_words,
-    owner,
     quiet,
     ranks_in,
 )

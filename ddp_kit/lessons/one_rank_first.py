@@ -1,4 +1,4 @@
-# Made from notebooks/13_one_rank_first.ipynb by `make editions`: edit that, not this. aec969de2b70
+# Made from notebooks/13_one_rank_first.ipynb by `make editions`: edit that, not this.
 """One rank first: what a step costs before it is shared."""
 
 import weakref

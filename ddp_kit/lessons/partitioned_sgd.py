@@ -1,4 +1,4 @@
-# Made from notebooks/03_partitioned_sgd.ipynb by `make editions`: edit that, not this. 669523e5f145
+# Made from notebooks/03_partitioned_sgd.ipynb by `make editions`: edit that, not this.
 """Partitioned SGD: four replicas learn as one."""
 
 from random import Random
@@ -12,14 +12,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import ddp_kit as kit
 from ddp_kit.lessons._digits import accuracy, first_digits, flat
 from ddp_kit.lessons._launch import run_as_script
-from ddp_kit.lessons._partitioned_sgd import (
-    USUAL_RATES,
-    explore,
-    main,
-    repeat_tutorial,
-    train_beside_ddp,
-    whole_batch_gradient,
-)
+from ddp_kit.lessons._partitioned_sgd import main, train_beside_ddp, whole_batch_gradient
 
 SEED = 1234
 

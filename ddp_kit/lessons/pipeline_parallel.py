@@ -1,4 +1,4 @@
-# Made from notebooks/17_pipeline_parallel.ipynb by `make editions`: edit that, not this. db23efda64fe
+# Made from notebooks/17_pipeline_parallel.ipynb by `make editions`: edit that, not this.
 """Pipeline parallelism: each rank has some of the layers."""
 
 import time

@@ -1,4 +1,4 @@
-# Made from notebooks/01_point_to_point.ipynb by `make editions`: edit that, not this. 2cf8ae3d4526
+# Made from notebooks/01_point_to_point.ipynb by `make editions`: edit that, not this.
 """Point-to-point: one rank sends, one receives."""
 
 import torch

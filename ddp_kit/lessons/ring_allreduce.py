@@ -1,4 +1,4 @@
-# Made from notebooks/04_ring_allreduce.ipynb by `make editions`: edit that, not this. d41731dc643b
+# Made from notebooks/04_ring_allreduce.ipynb by `make editions`: edit that, not this.
 """Ring all-reduce: build your own."""
 
 from itertools import product
@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 import ddp_kit as kit
 from ddp_kit.lessons._launch import run_as_script
-from ddp_kit.lessons._ring_allreduce import arrivals, compare, explore, explore_formula, main, watch
+from ddp_kit.lessons._ring_allreduce import arrivals, compare, explore, main, watch
 
 
 def neighbours():

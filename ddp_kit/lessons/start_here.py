@@ -1,4 +1,4 @@
-# Made from notebooks/00_start_here.ipynb by `make editions`: edit that, not this. bfce24e7e1aa
+# Made from notebooks/00_start_here.ipynb by `make editions`: edit that, not this.
 """Start here: your first four ranks."""
 
 import os

@@ -1,4 +1,4 @@
-# Made from notebooks/16_tensor_parallel.ipynb by `make editions`: edit that, not this. 2361a41f8108
+# Made from notebooks/16_tensor_parallel.ipynb by `make editions`: edit that, not this.
 """Tensor parallelism: every layer on all ranks."""
 
 import torch
@@ -28,7 +28,6 @@ from ddp_kit.lessons._tensor_parallel import (
     LlamaBlock,
     SwiGLU,
     check_shares,
-    config_for,
     draw_block,
     gather_parameters,
     held,
@@ -36,7 +35,6 @@ from ddp_kit.lessons._tensor_parallel import (
     own_places,
     train_alone,
     uncut,
-    ways,
     whole,
 )
 from ddp_kit.lessons.device_mesh import partial_to_shard, replicate_to_shard, shard_to_replicate

@@ -1,4 +1,4 @@
-# Made from notebooks/11_torchrun.ipynb by `make editions`: edit that, not this. a2d09ead4c1d
+# Made from notebooks/11_torchrun.ipynb by `make editions`: edit that, not this.
 """torchrun: one program, one host or many."""
 
 import os

@@ -1,4 +1,4 @@
-# Made from notebooks/12_what_happens_at_1024.ipynb by `make editions`: edit that, not this. d3fbf9cc7c44
+# Made from notebooks/12_what_happens_at_1024.ipynb by `make editions`: edit that, not this.
 """What happens at 1,024: plan past what you can run."""
 
 from functools import partial
@@ -12,15 +12,11 @@ from ddp_kit import model
 from ddp_kit.lessons._launch import run_as_script
 from ddp_kit.lessons._what_happens_at_1024 import (
     all_gather,
-    backwards_by_ring,
     halving_doubling,
     main,
     measure,
-    prove_counts,
-    prove_two_levels,
     reduce_scatter,
     replay,
-    time_all_reduces,
 )
 from ddp_kit.lessons.ring_allreduce import chunked_ring, exchange, whole_ring
 

@@ -1,4 +1,4 @@
-# Made from notebooks/20_which_one_when.ipynb by `make editions`: edit that, not this. 8e6d2b2e3b3f
+# Made from notebooks/20_which_one_when.ipynb by `make editions`: edit that, not this.
 """Which one when: plan a training run for 1 to 16,384 GPUs."""
 
 import torch
@@ -23,7 +23,6 @@ from ddp_kit.lessons._launch import run_as_script
 from ddp_kit.lessons._which_one_when import (
     BYTES,
     CUT,
-    DTYPES,
     FLOAT32_GRADIENTS,
     GRAND_TETON,
     HELD_OUT,
@@ -34,7 +33,6 @@ from ddp_kit.lessons._which_one_when import (
     Published,
     bytes_along,
     calls_along,
-    explore,
     fit_efficiency,
     held_parameters,
     hold,
@@ -42,7 +40,6 @@ from ddp_kit.lessons._which_one_when import (
     main,
     megatron,
     name_by_model,
-    sent_along,
     with_efficiency,
 )
 from ddp_kit.lessons.pipeline_parallel import GPTStage

@@ -1,4 +1,4 @@
-# Made from notebooks/05_your_machine.ipynb by `make editions`: edit that, not this. 11e06f45e6fd
+# Made from notebooks/05_your_machine.ipynb by `make editions`: edit that, not this.
 """Your machine: what is here, and which rank am I?"""
 
 import argparse
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import ddp_kit as kit
 from ddp_kit.lessons._launch import run_as_script
-from ddp_kit.lessons._your_machine import come_and_leave, in_a_world_of_one, main, side_by_side
+from ddp_kit.lessons._your_machine import main, side_by_side
 
 
 def megabytes(rank, world_size):

@@ -1,4 +1,4 @@
-# Made from notebooks/21_your_own_backend.ipynb by `make editions`: edit that, not this. 3487a411edec
+# Made from notebooks/21_your_own_backend.ipynb by `make editions`: edit that, not this.
 """Your own backend: the ranks of a host share memory."""
 
 import copy
@@ -27,7 +27,6 @@ from ddp_kit.lessons._your_own_backend import (
     tell_by_store,
     this_host,
     timed,
-    try_group,
     without_store,
 )
 from ddp_kit.lessons.partitioned_sgd import SEED, Net

@@ -1,4 +1,4 @@
-# Made from notebooks/15_zero.ipynb by `make editions`: edit that, not this. 6fb633d845c6
+# Made from notebooks/15_zero.ipynb by `make editions`: edit that, not this.
 """ZeRO: no rank keeps what another has."""
 
 from functools import partial
@@ -23,13 +23,18 @@ from ddp_kit.lessons._zero import (
     BATCH,
     SGD,
     WAYS,
+    bytes_by_kind,
     bytes_per_step,
     copies,
     count_bytes,
     filled_bytes,
+    fit,
+    gradients_of,
     held,
+    keeping,
     main,
     memory,
+    states_of,
     train_alone,
 )
 from ddp_kit.lessons.collectives import all_gather_single, reduce_scatter_single

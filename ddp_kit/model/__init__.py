@@ -16,8 +16,6 @@ from ddp_kit.model.communication import (
     Link,
     Round,
     buckets,
-    check_count,
-    check_times,
     chunked_ring,
     ddp_step,
     fit,
@@ -32,7 +30,7 @@ from ddp_kit.model.communication import (
 )
 from ddp_kit.model.hardware import DGX_A100, DGX_H100, Accelerator, Cluster
 from ddp_kit.model.plan import FP32, MIXED, Plan, Precision, stages
-from ddp_kit.model.plan_cost import Estimate, activations, estimate, memory, mfu, step
+from ddp_kit.model.plan_cost import Estimate, activations, estimate, memory, step
 from ddp_kit.model.planner import Plans, plans
 from ddp_kit.model.transformer import Transformer
 
@@ -53,8 +51,6 @@ __all__ = [
     "Transformer",
     "activations",
     "buckets",
-    "check_count",
-    "check_times",
     "chunked_ring",
     "ddp_step",
     "estimate",
@@ -63,7 +59,6 @@ __all__ = [
     "halving_doubling",
     "halving_doubling_on_hosts",
     "memory",
-    "mfu",
     "naive_ring",
     "on_cores",
     "plans",

@@ -4,7 +4,6 @@
     nbytes  bytes in each rank's tensor
     alpha   seconds that a message takes, however short it is
     beta    seconds that each byte adds; its reciprocal is the bandwidth
-    gamma   seconds to add one byte; 0 if adding is free or included in beta
 
 The first functions return the seconds of one all_reduce, by algorithm; `on_cores` those on the
 cores of one machine, `ddp_step` those of a training step; `fit` and `fit_link` find alpha and beta
@@ -50,32 +49,32 @@ class Link:
         check_times(alpha=self.alpha, beta=self.beta)
 
 
-def naive_ring(n: int, nbytes: float, alpha: float, beta: float, gamma: float = 0.0) -> float:
+def naive_ring(n: int, nbytes: float, alpha: float, beta: float) -> float:
     """Return the seconds of the tutorial's ring: the whole tensor travels n-1 times."""
-    _check(n, nbytes, alpha, beta, gamma)
-    return (n - 1) * (alpha + nbytes * (beta + gamma))
+    _check(n, nbytes, alpha, beta)
+    return (n - 1) * (alpha + nbytes * beta)
 
 
-def chunked_ring(n: int, nbytes: float, alpha: float, beta: float, gamma: float = 0.0) -> float:
+def chunked_ring(n: int, nbytes: float, alpha: float, beta: float) -> float:
     """Return the seconds of a ring with n chunks: reduce-scatter, then all-gather.
 
     Each rank sends 2(n-1)/n * nbytes, the least possible for the busiest rank of an all_reduce
     made of messages (Patarasuk and Yuan, 2009). But the number of messages, 2(n-1), grows with n.
     """
-    _check(n, nbytes, alpha, beta, gamma)
-    return (n - 1) * (2 * alpha + nbytes / n * (2 * beta + gamma))
+    _check(n, nbytes, alpha, beta)
+    return (n - 1) * (2 * alpha + nbytes / n * 2 * beta)
 
 
-def tree(n: int, nbytes: float, alpha: float, beta: float, gamma: float = 0.0) -> float:
+def tree(n: int, nbytes: float, alpha: float, beta: float) -> float:
     """Return the seconds of a reduce up a binomial tree and a broadcast down again.
 
     There are ceil(log2 n) levels each way, and each of them moves the whole tensor.
     """
-    _check(n, nbytes, alpha, beta, gamma)
-    return (n - 1).bit_length() * (2 * alpha + nbytes * (2 * beta + gamma))
+    _check(n, nbytes, alpha, beta)
+    return (n - 1).bit_length() * (2 * alpha + nbytes * 2 * beta)
 
 
-def halving_doubling(n: int, nbytes: float, alpha: float, beta: float, gamma: float = 0.0) -> float:
+def halving_doubling(n: int, nbytes: float, alpha: float, beta: float) -> float:
     """Return the seconds of recursive halving and doubling, Rabenseifner's algorithm.
 
     Ranks at distance n/2 swap halves, those at n/4 quarters, and so on; then all the way back.
@@ -83,18 +82,16 @@ def halving_doubling(n: int, nbytes: float, alpha: float, beta: float, gamma: fl
     two, the ranks above the largest power of two below n first send their whole tensor to a
     partner, and receive the sum at the end: two more messages of the whole tensor.
     """
-    _check(n, nbytes, alpha, beta, gamma)
+    _check(n, nbytes, alpha, beta)
     levels = n.bit_length() - 1
     core = 2**levels
-    seconds = 2 * levels * alpha + (core - 1) / core * nbytes * (2 * beta + gamma)
+    seconds = 2 * levels * alpha + (core - 1) / core * nbytes * 2 * beta
     if core < n:
-        seconds += 2 * alpha + nbytes * (2 * beta + gamma)
+        seconds += 2 * alpha + nbytes * 2 * beta
     return seconds
 
 
-def two_level(
-    n: int, nbytes: float, per_host: int, inside: Link, between: Link, gamma: float = 0.0
-) -> float:
+def two_level(n: int, nbytes: float, per_host: int, inside: Link, between: Link) -> float:
     """Return the seconds of a hierarchy: rings inside the hosts, and rings between them.
 
     First each host does a reduce-scatter; then the ranks that hold the same piece, one per host,
@@ -104,11 +101,10 @@ def two_level(
     per_host: ranks in each host; n must be a multiple of it, or no larger. inside: the link
     between two ranks of a host. between: the link between two hosts, shared by their ranks.
     """
-    _check(n, nbytes, inside.alpha, inside.beta, gamma)
+    _check(n, nbytes, inside.alpha, inside.beta)
     per_host, hosts = _on_hosts(n, per_host)
-    at_home = chunked_ring(per_host, nbytes, inside.alpha, inside.beta, gamma)
-    away = chunked_ring(hosts, nbytes, between.alpha, between.beta, gamma / per_host)
-    return at_home + away
+    at_home = chunked_ring(per_host, nbytes, inside.alpha, inside.beta)
+    return at_home + chunked_ring(hosts, nbytes, between.alpha, between.beta)
 
 
 def halving_doubling_on_hosts(
@@ -121,7 +117,7 @@ def halving_doubling_on_hosts(
     powers of two. near_first: halves are swapped with the nearest rank and the smallest pieces
     with the farthest, so that a host's link carries as little as in `two_level`.
     """
-    _check(n, nbytes, inside.alpha, inside.beta, 0)
+    _check(n, nbytes, inside.alpha, inside.beta)
     per_host, _ = _on_hosts(n, per_host)
     if n & (n - 1) or per_host & (per_host - 1):
         raise ModelError(f"n and per_host must be powers of two, got {n} and {per_host}")
@@ -197,30 +193,20 @@ _ROUNDS: dict[Callable, Callable[[int, float], list[Round]]] = {
 }
 
 
-def buckets(nbytes: float | Sequence[float], bucket_cap_mb: float | None = None) -> list[float]:
+def buckets(nbytes: float, bucket_cap_mb: float | None = None) -> list[float]:
     """Return the bytes of the buckets that DDP cuts gradients into, in the order it sends them.
 
-    As in DDP, from its second backward on: a bucket is closed once it has reached its limit, so it
-    may exceed it by a part of a parameter.
+    They are cut as if parameters were tiny: DDP closes a bucket once it has reached its limit, so
+    it may exceed it by a part of a parameter.
 
-    nbytes: of each parameter's gradient, in the order in which they are ready, which is mostly the
-    reverse of their use; or of all together, which are then cut as if parameters were tiny.
-    bucket_cap_mb: the limit of every bucket, in MiB. None, the default of DDP: 1 MiB for the first
-    bucket, so that it is sent early, and 25 MiB for the others.
+    nbytes: of all gradients together. bucket_cap_mb: the limit of every bucket, in MiB. None, the
+    default of DDP: 1 MiB for the first bucket, so that it is sent early, and 25 MiB for the others.
     """
     if bucket_cap_mb == 0:
         raise ModelError("bucket_cap_mb must be more than 0")
-    check_times(bucket_cap_mb=bucket_cap_mb or 25)
+    check_times(nbytes=nbytes, bucket_cap_mb=bucket_cap_mb or 25)
     limits = (1 * MIB, 25 * MIB) if bucket_cap_mb is None else (bucket_cap_mb * MIB,) * 2
     sizes: list[float] = []
-    if isinstance(nbytes, Sequence):
-        full = True
-        for parameter in nbytes:
-            check_times(nbytes=parameter)
-            sizes = [*sizes, parameter] if full else [*sizes[:-1], sizes[-1] + parameter]
-            full = sizes[-1] >= limits[len(sizes) > 1]
-        return sizes
-    check_times(nbytes=nbytes)
     while nbytes > 0:
         sizes.append(min(nbytes, limits[len(sizes) > 0]))
         nbytes -= sizes[-1]
@@ -253,19 +239,15 @@ def ddp_step(
         ready = [size / (sum(buckets) or 1) for size in accumulate(buckets)]
     elif len(ready) != len(buckets) or not all(0 <= share <= 1 for share in ready):
         raise ModelError(f"ready must hold {len(buckets)} shares from 0 to 1, got {list(ready)}")
-    elif list(ready) != sorted(ready):
-        raise ModelError(
-            f"ready must not decrease, because buckets are sent in order; got {list(ready)}"
-        )
     free = 0.0  # when the network is free again, counted from the start of the backward
     for size, share in zip(buckets, ready, strict=True):
         free = max(free, share * backward) + cost(n, size)
     return forward + max(backward, free)
 
 
-def _check(n: int, nbytes: float, alpha: float, beta: float, gamma: float) -> None:
+def _check(n: int, nbytes: float, alpha: float, beta: float) -> None:
     check_count("n", n)
-    check_times(nbytes=nbytes, alpha=alpha, beta=beta, gamma=gamma)
+    check_times(nbytes=nbytes, alpha=alpha, beta=beta)
 
 
 # Alpha and beta, found in measured times

@@ -58,16 +58,6 @@ def estimate(
     return Estimate(plan, memory(transformer, plan, precision), seconds, used)
 
 
-def mfu(
-    transformer: Transformer, plan: Plan, cluster: Cluster, precision: Precision = MIXED
-) -> float:
-    """Return the model FLOPs utilization: the share of the peak that the model's FLOPs take up.
-
-    FLOPs of recomputation do not count.
-    """
-    return estimate(transformer, plan, cluster, precision).mfu
-
-
 # --- memory --------------------------------------------------------------------------------
 
 

@@ -72,9 +72,6 @@ def plans(
     fitting: list[Estimate] = []
     refused: dict[str, list[tuple[Plan, str]]] = {}
     room = 0.9 * cluster.accelerator.memory
-    for name, sizes in (("micro_batch", micro_batch), ("cp", cp)):
-        for size in sizes:
-            check_count(name, size)
     too_large: list[tuple[float, Plan, str]] = []
     for plan in _candidates(transformer, gpus, batch, micro_batch, recompute, chunks, cp):
         problem = objection(transformer, plan)

@@ -41,11 +41,11 @@ class Explorer:
     they are used; `interact()` returns such controls on request.
 
     lesson: the module in which the learner finds the worker.
-    settings: their values by name; "world_size" is one of them, unless nothing is run.
+    settings: their values by name; "world_size" is one of them.
     choices: returns the options of each setting, given all settings. A range becomes a slider,
         strings a menu.
-    ask: returns what to run: the worker and its arguments. None: nothing is run, as for a formula.
-    draw: draws a result, which is None if nothing is run.
+    ask: returns what to run: the worker and its arguments.
+    draw: draws a result.
     idle: returns the settings that have no effect at present; they are hidden.
     frames, frame: return how many steps a result has, and a drawing of one of them, if it is
         shown step by step.
@@ -58,14 +58,13 @@ class Explorer:
         lesson: str,
         settings: Settings,
         choices: Callable[[Settings], dict[str, Sequence]],
-        ask: Callable[[Settings], tuple] | None,
-        draw: Callable[[Result | None, Settings], Picture],
+        ask: Callable[[Settings], tuple],
+        draw: Callable[[Result, Settings], Picture],
         idle: Callable[[Settings], set[str]] = lambda settings: set(),
         frames: Callable[[Result], int] | None = None,
         frame: Callable[[Result, int], Picture] | None = None,
     ) -> None:
-        if ask is not None:
-            check_world_size(settings["world_size"])
+        check_world_size(settings["world_size"])
         for name, options in choices(settings).items():
             check_choice(name, settings[name], options)
         self.choices, self.idle = choices, idle
@@ -75,18 +74,14 @@ class Explorer:
 
     def run(self, settings: Settings) -> None:
         """Run with these settings on the shared pool, and draw. An error changes nothing."""
-        result = None
-        if self._ask is not None:
-            worker, *args = self._ask(settings)
-            result = run(worker, *args, world_size=settings["world_size"])
+        worker, *args = self._ask(settings)
+        result = run(worker, *args, world_size=settings["world_size"])
         picture = self._draw(result, settings)
         self.settings, self.result, self.picture = dict(settings), result, picture
 
     @property
     def call(self) -> str:
-        """The run as a learner would write it in a cell; "" if nothing is run."""
-        if self._ask is None:
-            return ""
+        """The run as a learner would write it in a cell."""
         parts = [_name(self._lesson, part) for part in self._ask(self.settings)]
         return f"kit.run({', '.join(parts)}, world_size={self.settings['world_size']})"
 
@@ -119,17 +114,6 @@ def check_choice(name: str, value: Any, options: Sequence) -> None:
     """Raise PoolError unless a setting is one of its options."""
     if value not in options or (isinstance(options, range) and type(value) is not int):
         raise PoolError(f"{name} must be one of {', '.join(map(str, options))}, got {value!r}")
-
-
-def positive(name: str, value: float, usual: Sequence[float]) -> list[float]:
-    """Return the usual values of a setting and this one, in order.
-
-    Raises PoolError unless it is a positive number.
-    """
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not 0 < value < float("inf"):
-        raise PoolError(f"{name} must be a positive number, got {value!r}")
-    return sorted({*usual, value})
 
 
 def _name(lesson: str, value: Any) -> str:
@@ -173,7 +157,7 @@ class Panel:
         self._play = widgets.Play(min=0, max=0, interval=INTERVAL)
         self._step = widgets.IntSlider(description="step", min=0, max=0)
         widgets.jslink((self._play, "value"), (self._step, "value"))
-        choosers = [*self._settings.values(), *([again] if explorer.call else [])]
+        choosers = [*self._settings.values(), again]
         rows = [widgets.HBox(choosers, layout=widgets.Layout(flex_flow="row wrap"))]
         rows += [widgets.HBox([self._play, self._step])] if explorer.frames else []
         self.box = widgets.VBox([*rows, self._line, self._image])
@@ -222,15 +206,13 @@ class Panel:
         try:
             with view.unseen(), interruptible():
                 if again or settings != self._explorer.settings:
-                    if self._explorer.call:
-                        self._say(f"running on {count(settings['world_size'], 'rank')} ...")
+                    self._say(f"running on {count(settings['world_size'], 'rank')} ...")
                     self._explorer.run(settings)
                 self._show(step)
                 self._image.layout.display = None
         except KeyboardInterrupt:
             self._waiting = None
-            again = ' "Run again" runs the current settings.' if self._explorer.call else ""
-            self._say(f"stopped by an interrupt. {STAYS}{again}")
+            self._say(f'stopped by an interrupt. {STAYS} "Run again" runs the current settings.')
         except Exception as error:  # nobody else would report it
             self._say(f"{type(error).__name__}: {error}\n{STAYS}")
 

@@ -5,21 +5,20 @@ from __future__ import annotations
 import shutil
 
 import pytest
-from lessons.test_every_lesson import PROOFS, QUICKLY
+from lessons.test_every_lesson import PROOFS
 from torchrun import Torchrun
 
 import ddp_kit as kit
 
 # Runs lessons, one after the other: `torchrun every_lesson.py FOLDER NAME...`. Each writes its
-# trace into a folder of its own. A name may have options behind it.
+# trace into a folder of its own.
 EVERY_LESSON = """
 import sys
 from importlib import import_module
 
-folder, *lessons = sys.argv[1:]
-for lesson in lessons:
-    name, *options = lesson.split()
-    import_module(f"ddp_kit.lessons.{name}").main([*options, "--trace", f"{folder}/{name}"])
+folder, *names = sys.argv[1:]
+for name in names:
+    import_module(f"ddp_kit.lessons.{name}").main(["--trace", f"{folder}/{name}"])
 """
 # What the agents do differently matters only for lessons that look at it, and for any other one.
 STATIC = ("your_machine", "init_methods", "torchrun", "ring_allreduce")
@@ -36,10 +35,9 @@ def test_lessons_run_across_hosts_and_their_traces_are_whole(
 ):
     """All in one start, because a start takes seconds."""
     expected = "".join(PROOFS[name].format(f"{2 * per_host} ranks") for name in names)
-    lessons = [" ".join([name, *QUICKLY.get(name, [])]) for name in names]
     script = tmp_path / "every_lesson.py"
     script.write_text(EVERY_LESSON)
-    program = [str(script), str(tmp_path / folder), *lessons]
+    program = [str(script), str(tmp_path / folder), *names]
     output, how = tmp_path / "output", {"rendezvous": rendezvous, "per_host": per_host}
     run = Torchrun(hosts, output, *program, **how)
     codes = run.wait(900)

@@ -66,12 +66,6 @@ def test_the_course_of_a_checkout_is_its_notebooks():
     assert sorted(names) == sorted(tracked.stdout.splitlines())
 
 
-def test_a_pull_leaves_the_folder_of_make_lab_alone():
-    command = ["git", "check-ignore", "--quiet", "course/00_start_here.ipynb"]
-    if (ROOT / ".git").exists():
-        assert subprocess.run(command, cwd=ROOT, timeout=LIMIT).returncode == 0
-
-
 def test_a_copy_has_every_file_or_all_but_the_solutions(course, tmp_path, capsys):
     write(course / "mine.ipynb", "a learner's own")
     everything = {name: f"first {name}" for name in contents(course) if name != "mine.ipynb"}

@@ -135,6 +135,12 @@ def test_a_teacher_sees_the_numbers_that_were_recorded(tmp_path, capsys):
         "checks: until the first that passed, median of those who passed.",
         "seconds: one check takes, median.",
         "",
+        "The checks of each learner; in brackets, without one that passed",
+        "      2.1  10.1",
+        "ada   1    (2)",
+        "room  2",
+        "tony",
+        "",
         "%%ranks: 1 cell of 1 learner.",
         "",
         "Mistakes made most",
@@ -145,10 +151,7 @@ def test_a_teacher_sees_the_numbers_that_were_recorded(tmp_path, capsys):
         "   2      10.1  on 3",
         "",
         "2 lines left out: not written by a check.",
-        "",
-        f"The picture is {tmp_path / 'progress.png'}.",
     ]
-    assert (tmp_path / "progress.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_line_that_no_check_writes_is_left_out_and_harms_no_terminal(tmp_path, capsys):
@@ -158,7 +161,7 @@ def test_a_line_that_no_check_writes_is_left_out_and_harms_no_terminal(tmp_path,
 
     names = "\x1b[31mred\nline", "$x_{$", "\ud800", "字", "x" * 3000
     shown = sorted(["?[31mred line", "$x_{$", "?", "字", "x" * 39 + "…"])
-    junk = [line(seconds=float("nan")), line(exercise="-1"), line(exercise="9" * 4000)]
+    junk = [line(exercise="-1"), line(exercise="9" * 4000)]
     junk += [line(exercise=2.1), "[" * 100_000 + "\n"]
     made = line(learner="$x_{$", mistake="\x1b[2Jgone", parts={"\x1b[2Jpart": False})
     text = "".join([*(line(learner=name) for name in names), *junk, made])
@@ -169,7 +172,7 @@ def test_a_line_that_no_check_writes_is_left_out_and_harms_no_terminal(tmp_path,
     assert f"2.1       5         0               1.0      {', '.join(shown)}\n" in out
     assert "   1       2.1  ?[2Jgone\n" in out
     assert "   1       2.1  ?[2Jpart\n" in out
-    assert "\n5 lines left out: not written by a check.\n" in out
+    assert "\n4 lines left out: not written by a check.\n" in out
 
 
 def test_a_folder_without_checks_is_refused_in_one_line(tmp_path, capsys):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -119,15 +117,6 @@ def test_an_unavailable_backend_is_not_probed(monkeypatch):
     assert backends.here() == ["gloo"]
 
 
-def test_nccl_is_probed_with_no_more_ranks_than_gpus(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
-    monkeypatch.setattr(_backends, "probe", lambda run: run.keywords["world_size"])
-    found = backends.probe_here()
-    assert found["nccl on GPUs"] == 1
-    assert found["gloo on GPUs"] == 2
-
-
 @needs_mpi
 def test_mpi_differs_from_gloo_in_the_points_that_the_lesson_names():
     run = partial(kit.run, world_size=2, backend="mpi")
@@ -143,64 +132,12 @@ def test_mpi_differs_from_gloo_in_the_points_that_the_lesson_names():
     assert kit.run(backends.started_by, world_size=3, backend="mpi")[0] != "Python"
 
 
-def test_documented_cells_of_nccl_have_the_shape_of_probed_ones_and_show_the_gaps():
-    cells = backends.nccl_documented()
-    with_dtype = backends.OPERATIONS.keys() - backends.WITHOUT_DTYPE.keys()
-    assert set(cells) == {(op, kind) for op in with_dtype for kind in backends.DTYPES} | {
-        ("barrier", "any"),
-        ("objects", "any"),
-    }
-    assert cells["reduce_scatter", "bfloat16"] == "documented"
-    assert cells["all_reduce BAND", "int64"] == "excluded"
-    assert cells["all_reduce MIN", "complex64"] == "excluded"
-    assert cells["all_reduce SUM", "bool"] == "documented"
-    assert cells["broadcast", "float8_e4m3fn"] == "documented"
-    assert cells["all_reduce AVG", "bool"] == "excluded"
-    assert cells["all_reduce SUM", "complex64"] == cells["objects", "any"] == "documented"
-    for cell in (("gather", "complex64"), ("all_reduce AVG", "int64")):
-        assert cells[cell] == "not run"
-
-
-def test_pytorch_gives_a_backend_real_tensors_except_in_some_operations():
-    names = ("isend", "broadcast", "all_reduce", "reduce", "all_gather", "gather", "scatter")
-    names += ("reduce_scatter", "all_to_all", "all_to_all_single")
-    calls = {name: getattr(dist, name) for name in names}
-    for name in ("all_gather_single", "reduce_scatter_single"):
-        calls[name] = getattr(_backends, name)  # under its name in this PyTorch
-    source = {name: inspect.getsource(inspect.unwrap(call)) for name, call in calls.items()}
-    found = {name for name, text in source.items() if "view_as_real" not in text}
-    assert found == set(_backends.COMPLEX_AS_THEY_ARE)
-
-
-def test_the_header_of_pytorch_has_the_dtypes_of_nccl():
-    folder = Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d"
-    header = (folder / "NCCLUtils.hpp").read_text()
-    mapped = header.split("ncclDataType = {")[1].split("};")[0]
-    names = {
-        **{"float32": "kFloat", "float64": "kDouble", "float16": "kHalf", "bfloat16": "kBFloat16"},
-        **{"float8_e4m3fn": "kFloat8_e4m3fn", "int64": "kLong", "int32": "kInt", "uint8": "kByte"},
-        **{"bool": "kBool", "complex64": "kComplexFloat"},
-    }
-    assert set(names) == set(backends.DTYPES)
-    found = {kind for kind, name in names.items() if f"at::{name}," in mapped}
-    assert found == set(backends.NCCL_DTYPES)
-    assert "{at::kBool, ncclUint8}" in mapped
-
-
 def test_the_fit_by_hand_is_as_near_as_its_steps():
     beta = 2e-4 / 10**5.51  # half a step away from a ratio that is tried
     points = [(n, 2e-4 + beta * n) for n in backends.SIZES]
     assert backends.fit_by_hand(points) == pytest.approx((2e-4, beta), rel=0.05)
     noisy = [(n, up * t) for (n, t), up in zip(points, (1, 2, 0.5, 1, 1, 1.5, 0.7), strict=True)]
     assert backends.fit_by_hand(noisy) == pytest.approx(model.fit(noisy), rel=0.06)
-
-
-@needs_mpi
-def test_native_mpi_is_measured_by_all_ranks():
-    kit.run(backends.started_by, world_size=3, backend="mpi")  # mpiexec starts three ranks
-    times = list(kit.run(backends.direct_and_wrapped, 20, world_size=2, backend="mpi"))
-    assert [len(each) for each in times] == [2, 2]
-    assert all(0 < seconds < 1 for each in times for seconds in each)
 
 
 def test_the_slowest_rank_counts_and_the_first_round_does_not():

@@ -65,47 +65,6 @@ def test_rounding_agrees_but_a_difference_of_one_does_not():
     assert not collectives.agrees(result, [torch.tensor([10**18 + 1])] * 4)
 
 
-def test_products_of_many_ranks_agree():
-    """From 6 ranks on, a product has more digits than a float32."""
-    held = [collectives.own_tensor(rank, 8) for rank in range(8)]
-    for name in ("reduce", "all_reduce", "reduce_scatter", "reduce_scatter_one_tensor"):
-        result = kit.run(getattr(collectives, name), "PRODUCT", world_size=8)
-        expected = collectives.reference(name, held, "PRODUCT")
-        assert collectives.agrees(result, expected), name
-
-
-def test_more_ranks_than_an_int64_has_digits_are_refused(monkeypatch):
-    most = collectives.LARGEST_WORLD
-    collectives.reference("all_reduce_in_a_group", [torch.zeros(most)] * most)
-    with pytest.raises((RuntimeError, ValueError), match=r"(?i)overflow"):
-        collectives.reference("all_reduce_in_a_group", [torch.zeros(most + 1)] * (most + 1))
-    monkeypatch.setattr("ddp_kit.lessons._collectives.LARGEST_WORLD", 2)
-    with pytest.raises(kit.PoolError, match=r"world_size must be at most 2 .* got 3"):
-        collectives.main(["--world-size", "3"])
-
-
-def test_gloo_refuses_some_ops_for_some_dtypes():
-    refused = {
-        (op, dtype)
-        for op in (*collectives.OPS, "BAND", "PREMUL_SUM")
-        for dtype in (torch.float32, torch.int64)
-        if any(kit.run(collectives.try_op, op, dtype, world_size=2, backend="gloo"))
-    }
-    assert refused == {
-        ("AVG", torch.int64),
-        ("BAND", torch.float32),
-        ("PREMUL_SUM", torch.float32),
-        ("PREMUL_SUM", torch.int64),
-    }
-
-
-def test_avg_is_left_out_and_named_if_the_backend_refuses_it(monkeypatch, capsys):
-    monkeypatch.setattr(collectives, "try_op", lambda *args: "no" if args[2] == "AVG" else "")
-    collectives.main(["--world-size", "2", "--backend", "gloo"])
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[-1] == "not tried, because the backend refuses it: AVG"
-
-
 def test_any_rank_can_be_the_root():
     held = [collectives.own_tensor(rank, 3) for rank in range(3)]
     for name in ("broadcast", "scatter", "gather", "reduce"):

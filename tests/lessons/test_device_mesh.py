@@ -83,14 +83,6 @@ def test_ranks_that_do_not_fill_a_mesh_are_refused():
         kit.run(mesh.mesh_groups, 2, world_size=3)
 
 
-def test_pytorch_leaves_ranks_out_of_a_mesh_that_is_too_small_without_an_error():
-    def worker(rank, world_size):
-        made = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
-        return made.get_coordinate()
-
-    assert list(kit.run(worker, world_size=3)) == [(0, 0), (1, 0), None]
-
-
 def test_a_redistribute_that_one_rank_skips_is_explained_with_its_line():
     def worker(rank, world_size):
         line = init_device_mesh("cpu", (world_size,))
@@ -103,12 +95,3 @@ def test_a_redistribute_that_one_rank_skips_is_explained_with_its_line():
     text = str(caught.value)
     assert text.startswith("rank 0 waits in full_tensor all_gather_into_tensor for rank 1, which")
     assert "print(tensor.full_tensor())" in text
-
-
-def test_explore_draws_both_moments_and_names_what_was_called():
-    assert repr(mesh.explore("Partial()", "Shard(1)", world_size=2, rows=1, columns=2)) == (
-        "Partial() to Shard(1): redistribute reduce_scatter_tensor, 4 bytes sent by rank 0\n"
-        "        before                 after\n"
-        "rank 0  a partial sum = 1 2    [0:1] = 11\n"
-        "rank 1  a partial sum = 10 20  [1:2] = 22"
-    )

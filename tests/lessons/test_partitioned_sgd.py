@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import Subset
 
 import ddp_kit as kit
-from ddp_kit.lessons import _partitioned_sgd, partitioned_sgd
+from ddp_kit.lessons import partitioned_sgd
 
 
 def test_partitions_are_disjoint_and_the_same_everywhere():
@@ -24,9 +24,6 @@ def test_the_first_digits_are_those_of_the_dataset():
     for mine, theirs in zip(partitioned_sgd.first_digits(300), (images, labels), strict=True):
         assert mine.dtype == theirs.dtype
         assert torch.equal(mine, theirs)
-    for count in (0, 10_001):
-        with pytest.raises(ValueError, match=f"from 1 to 10,000, got {count}"):
-            partitioned_sgd.first_digits(count)
 
 
 def test_without_averaging_the_gradients_differ():
@@ -56,34 +53,3 @@ def test_an_epoch_of_all_digits_has_the_tutorials_batches(monkeypatch):
     batches = partitioned_sgd.partition_dataset(3, 4, full=True)
     assert asked == [True]
     assert (len(batches), batches.batch_size) == (5, 32)
-
-
-class FakeRanks:
-    """Stands for four ranks: notes what they are asked to run, and returns losses for it."""
-
-    def __init__(self):
-        self.asked, self.lines = [], []
-
-    def __call__(self, worker, average, wrap, epochs, *args):
-        self.asked.append((worker, average, wrap, epochs, *args))
-        return [
-            {"losses": [rank + 1.0 / (epoch + 1) for epoch in range(epochs)], "accuracy": 0.9712}
-            for rank in range(4)
-        ]
-
-    def __str__(self):
-        return "4 ranks"
-
-    def say(self, line):
-        self.lines.append(line)
-
-
-def test_the_tutorial_is_repeated_with_its_settings(monkeypatch):
-    ranks = FakeRanks()
-    monkeypatch.setattr(_partitioned_sgd, "mnist", lambda full: None)
-    partitioned_sgd.repeat_tutorial(ranks, 10)
-    average = partitioned_sgd.average_gradients
-    assert ranks.asked == [(partitioned_sgd.train, average, None, 10, 0.01, 0.5, True)]
-    assert ranks.lines[:2] == ["epoch  1  loss 2.5000", "epoch  2  loss 2.0000"]
-    assert len(ranks.lines) == 11
-    assert ranks.lines[-1].startswith("4 ranks: 97.12% of the test digits are right, in ")

@@ -84,9 +84,3 @@ def test_a_step_shows_the_messages_that_travelled_in_it():
         plot.ring_step(result, 3)
     with pytest.raises(TypeError, match=r"an error with a \.trace"):
         plot.ring_step(list(result), 1)
-
-
-def test_a_ring_that_is_too_large_for_one_picture_of_a_step_says_so():
-    held = [torch.full((17, 9), 10**rank) for rank in range(9)]
-    with pytest.raises(ValueError, match="at most 8 ranks, got 9"):
-        plot.ring_step(held, 1)

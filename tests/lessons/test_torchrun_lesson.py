@@ -21,7 +21,6 @@ from torch.distributed.run import get_args_parser
 
 import ddp_kit as kit
 from ddp_kit.lessons import torchrun
-from ddp_kit.lessons._torchrun import wait_for
 from ddp_kit.lessons.init_methods import free_ports
 from ddp_kit.lessons.your_machine import side_by_side
 
@@ -157,17 +156,6 @@ def test_an_interrupted_cell_leaves_no_host():
     assert ended(below)
 
 
-def test_the_next_script_removes_the_hosts_of_a_killed_one(tmp_path):
-    dead = subprocess.Popen(["true"])
-    dead.wait()
-    left = f"ddp{dead.pid}-1"
-    if run(["ip", "netns", "add", left], dict(os.environ)).returncode:
-        pytest.skip("network namespaces are unavailable")
-    done = run(["bash", str(SCRIPTS / "two_hosts.sh"), "true"], shell(tmp_path / "bin"))
-    assert done.returncode == 0
-    assert left not in namespaces()
-
-
 class Job:
     """A job of Slurm on two nodes of this machine, whose srun starts its line twice."""
 
@@ -256,11 +244,6 @@ def test_the_table_has_the_defaults_of_the_options():
 def test_each_host_gets_a_number_of_its_own_and_none_is_left_out():
     found = kit.run(torchrun.rendezvous, free_ports(1)[0], world_size=3)
     assert sorted(found) == [(0, [0, 1]), (1, [2, 3]), (2, [4, 5])]
-
-
-def test_what_never_happens_is_not_waited_for_forever():
-    with pytest.raises(TimeoutError, match=r"did not happen within 0\.1 s"):
-        wait_for(list, 0.1)
 
 
 def complete(folder: Path, step: int) -> None:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from test_every_lesson import PROOFS, QUICKLY
+from test_every_lesson import PROOFS
 
 import ddp_kit as kit
 from ddp_kit.backends import mpi
@@ -31,7 +31,7 @@ def test_every_lesson_gives_the_same_line_and_its_trace(tmp_path):
         f"for name in {list(PROOFS)}:\n"
         "    lesson = import_module(f'ddp_kit.lessons.{name}')\n"
         "    options = ['--backend', 'mpi', '--trace', str(pathlib.Path(sys.argv[1], name))]\n"
-        f"    lesson.main(options + {QUICKLY}.get(name, []))\n"
+        "    lesson.main(options)\n"
     )
     out = under_mpiexec(2, "-c", program, str(tmp_path))
     assert out.stdout == "".join(line.format("2 ranks") for line in PROOFS.values()), out.stderr

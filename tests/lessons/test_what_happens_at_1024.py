@@ -28,17 +28,6 @@ def test_messages_that_cross_are_replayed_at_the_same_time():
     assert lesson.replay(trace, 10, 0.01) == pytest.approx(10 + 1)
 
 
-def test_the_slowest_rank_counts():
-    def run(worker, sizes, world_size):
-        assert worker is lesson.time_all_reduces
-        return [{("tree", 400): [rank + 1.0, 9.0 - rank]} for rank in range(world_size)]
-
-    assert lesson.measure(run, (2, 3), (400,))["tree"] == [
-        (2, 400, [2.0, 9.0]),
-        (3, 400, [3.0, 9.0]),
-    ]
-
-
 def test_vgg_16_has_the_parameters_of_its_paper_and_most_of_them_in_the_last_three_layers():
     layers = lesson.vgg_16()
     assert sum(parameters for parameters, _ in layers) == 138_357_544

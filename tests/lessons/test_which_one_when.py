@@ -10,15 +10,10 @@ from ddp_kit import model
 from ddp_kit.lessons import which_one_when as lesson
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
-BFLOAT16 = torch.bfloat16
 
 
-@pytest.fixture(scope="module")
-def variants():
-    return [(recompute, dtype) for dtype in (None, BFLOAT16) for recompute in (False, True)]
-
-
-def test_ranks_hold_what_the_formula_says_and_a_rest_that_is_known_in_float32(variants):
+def test_ranks_hold_what_the_formula_says_and_a_rest_that_is_known_in_float32():
+    variants = [(again, dtype) for dtype in (None, torch.bfloat16) for again in (False, True)]
 
     def all_variants(rank, world_size):
         return [lesson.hold(rank, world_size, 2, *variant) for variant in variants]

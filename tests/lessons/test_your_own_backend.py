@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from datetime import timedelta
 from unittest import mock
 
 import pytest
@@ -122,12 +121,3 @@ def test_ranks_without_a_store_in_common_tell_the_address_by_broadcast():
         return tensor.tolist()
 
     assert list(kit.run(worker, world_size=2)) == [[2, 2, 2]] * 2
-
-
-def test_the_timeout_of_a_group_is_its_limit():
-    def worker(rank, world_size):
-        dist.Backend.register_backend("segment", yob.SegmentGroup, devices=["cpu"])
-        group = dist.new_group(backend="segment", timeout=timedelta(seconds=7))
-        return group.segment.flags.limit
-
-    assert list(kit.run(worker, world_size=2)) == [7, 7]

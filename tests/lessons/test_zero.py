@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import ddp_kit as kit
-from ddp_kit.lessons import _zero, zero
+from ddp_kit.lessons import zero
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
-
-
-def test_main_refuses_a_world_size_before_it_trains(monkeypatch):
-    monkeypatch.setattr(_zero, "BATCH", 3)
-    with pytest.raises(kit.PoolError, match="must divide the 3 sequences of a batch, got 2"):
-        zero.main(["--world-size", "2"])
 
 
 def test_a_flat_parameter_is_filled_up_and_its_parameters_are_views_of_it():
@@ -69,36 +60,3 @@ def test_a_rank_has_the_rest_and_one_block_and_one_more_on_its_way(way):
         most = max(held["gathered parameters"] for *_, held in notes)
         rest, block = 4 * 12_416, 4 * 49_408
         assert most == rest + block * (2 if way is zero.Prefetching else 1)
-
-
-def test_hybrid_sharding_reduces_half_of_the_gradients_between_hosts():
-    way = partial(zero.FullySharded, mesh_shape=(2, 2))
-    for sent in zero.bytes_per_step(kit.run, zero.learn, way):
-        assert sent["all_reduce"] == 4 * 111_232 / 2
-
-
-def test_fully_shard_averages_on_gloo_and_needs_sums_for_another_factor():
-    """Earlier versions added: https://github.com/pytorch/pytorch/issues/162338 ."""
-
-    def worker(rank, world_size, remedy, reduce_dtype=None):
-        layer = nn.Linear(1, 1, bias=False)
-        fully_shard(layer, mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
-        remedy(layer)
-        layer(torch.full((1, 1), float(rank + 1))).sum().backward()
-        return layer.weight.grad.full_tensor().item()
-
-    def gradient(*args):
-        return set(kit.run(worker, *args, world_size=4))
-
-    def add(layer):
-        layer.set_gradient_divide_factor(1.0)
-
-    def add_without_the_backend(layer):
-        layer.set_force_sum_reduction_for_comms(True)
-        add(layer)
-
-    assert gradient(lambda layer: None) == {2.5}
-    assert gradient(lambda layer: None, torch.bfloat16) == {2.5}
-    with pytest.raises(kit.RankError, match=r"Cannot use ReduceOp\.PREMUL_SUM with Gloo"):
-        gradient(add)
-    assert gradient(add_without_the_backend) == {10.0}

@@ -144,10 +144,7 @@ def test_a_module_has_what_tagged_cells_define(tmp_path):
         tmp_path, "import time\nLIMIT = 1\n_own = 2\ndef cut(): pass", imports, cell, code("x = 1")
     )
     about, docstring, rest = text.split("\n", 2)
-    assert re.fullmatch(
-        r"# Made from notebooks/04_ring.ipynb by `make editions`: edit that, not this. \w{12}",
-        about,
-    )
+    assert about == "# Made from notebooks/04_ring.ipynb by `make editions`: edit that, not this."
     assert docstring == '"""A ring: `send`."""'
     assert rest == (
         "\nimport torch\n\nfrom ddp_kit.lessons._ring import LIMIT, cut\n\nSTEPS = 2\n\n\n"
@@ -185,10 +182,6 @@ def test_scripts_are_what_cells_write(tmp_path):
         (
             [code(GAP.replace("    ### END SOLUTION\n", ""))],
             "cell 2 has `### BEGIN SOLUTION` without `### END SOLUTION`",
-        ),
-        (
-            [code(GAP.replace('4.1: add "both"', "4.1: " + 70 * "a"))],
-            "cell 2 has a line that is",
         ),
         ([code(GAP.replace('    # Exercise 4.1: add "both"\n', ""))], "cell 2 must have, each in"),
         (
@@ -238,16 +231,6 @@ def checkout(tmp_path, monkeypatch):
     monkeypatch.setattr(editions, "folder", lambda: tmp_path / "notebooks")
     assert editions.main() == 0
     return tmp_path
-
-
-def test_a_module_that_somebody_edited_is_not_overwritten(checkout, capsys):
-    module = checkout / "lessons/ring.py"
-    assert editions.main() == 0, "an unchanged one is written again"
-    module.write_text(module.read_text() + "print(1)\n")
-    write(checkout / "notebooks/04_ring.ipynb", code("def stop(): pass", "module"))
-    assert editions.main() == 1
-    assert "ring.py was edited by hand: edit the notebook that its first" in capsys.readouterr().err
-    assert module.read_text().endswith("print(1)\n")
 
 
 def test_one_bad_notebook_leaves_every_edition_as_it_was(checkout, capsys):
