@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 import reprlib
@@ -38,18 +39,11 @@ def pair(mine: Any, reference: Any) -> tuple[list, list, bool]:
     If all should be the same, the second list has a single entry. Raises CompareError if the two
     are of different numbers of ranks.
     """
-    if isinstance(mine, Result | list | tuple) and _is_by_rank(reference, mine):
-        if len(mine) != len(reference):
-            raise CompareError(
-                f"mine has {count(len(mine), 'value')} and reference has {len(reference)}; "
-                "both must have one for each rank"
-            )
+    if _is_by_rank(reference, mine):
+        if not isinstance(mine, Result | list | tuple) or len(mine) != len(reference):
+            ranks = count(len(reference), "rank")
+            raise CompareError(f"reference has values of {ranks}, and mine must have as many")
         return list(mine), list(reference), True
-    if isinstance(reference, Result):
-        raise CompareError(
-            f"reference has values of {count(len(reference), 'rank')}, but mine is a single value; "
-            "swap the two, or choose one of these values, such as reference[0]"
-        )
     if isinstance(mine, Result) or _depth(mine) == _depth(reference) + 1:
         if not len(mine):
             raise CompareError("mine is an empty list; it must have a value for each rank")
@@ -69,30 +63,27 @@ def _depth(value: Any) -> int:
     return 1 + _depth(value[0] if value else None) if is_list else 0
 
 
-def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yield each value that is no list or dict, with the keys and indices that lead to it."""
+def read_leaves(value: Any) -> Leaves:
+    """Return each value that is no list or dict by what leads to it, without DDP's prefixes."""
+    found = dict(_leaves(value))
+    bare = {
+        tuple(_WRAPPERS.sub("", key) if isinstance(key, str) else key for key in path): leaf
+        for path, leaf in found.items()
+    }
+    return bare if len(bare) == len(found) else found
+
+
+def _leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     if isinstance(value, nn.Module | torch.optim.Optimizer):
         value = value.state_dict()
     if isinstance(value, Mapping):
         for key, item in value.items():
-            yield from leaves(item, (*path, key))
+            yield from _leaves(item, (*path, key))
     elif isinstance(value, list | tuple):
         for index, item in enumerate(value):
-            yield from leaves(item, (*path, f"[{index}]"))
+            yield from _leaves(item, (*path, f"[{index}]"))
     else:
         yield path, value
-
-
-def named_alike(values: Leaves, others: Leaves) -> Leaves:
-    """Return `values`, without the prefixes that DDP adds if the names then agree better."""
-    if values.keys() == others.keys():
-        return values
-    bare = {
-        tuple(_WRAPPERS.sub("", key) if isinstance(key, str) else key for key in path): value
-        for path, value in values.items()
-    }
-    better = len(bare.keys() & others.keys()) > len(values.keys() & others.keys())
-    return bare if better and len(bare) == len(values) else values
 
 
 def format_path(path: Path) -> str:
@@ -104,81 +95,44 @@ def format_path(path: Path) -> str:
     return name
 
 
+def _quote(path: Path) -> str:
+    return repr(format_path(path)) if path else "the value"
+
+
 def read(value: Any, path: Path) -> Numbers | None:
     """Return the numbers in a value; None if it has none, as a string.
 
-    Raises CompareError for a tensor whose numbers this process does not have.
+    Raises CompareError for a DTensor, whose numbers this process does not have.
     """
-    subject = f"{format_path(path)!r}" if path else "the value"
     if hasattr(value, "full_tensor"):
         raise CompareError(
-            f"{subject} is a DTensor, of which each rank has a shard; return "
+            f"{_quote(path)} is a DTensor, of which each rank has a shard; return "
             "tensor.full_tensor() from every rank, and compare that"
         )
-    try:
-        if type(value).__module__ == "numpy":
+    if type(value).__module__ == "numpy" or isinstance(value, int):  # bool is an int
+        try:
             value = torch.as_tensor(value)
-        elif isinstance(value, int | float | complex):  # bool is an int
-            return _read_number(value)
-    except (TypeError, ValueError, OverflowError, RuntimeError):
-        return None
+        except (TypeError, ValueError):  # objects, or a huge int
+            return None
+    if isinstance(value, float | complex):
+        # It usually comes from `item()`, and is no more exact than the tensor was.
+        dtype = torch.get_default_dtype()
+        if isinstance(value, complex):
+            return Numbers(torch.tensor(value, dtype=torch.complex128), dtype.to_complex())
+        return Numbers(torch.tensor(value, dtype=torch.float64), dtype)
     if not isinstance(value, torch.Tensor):
         return None
-    try:
-        dense = value.dequantize() if value.is_quantized else value.detach()
-        dense = (dense if dense.layout is torch.strided else dense.to_dense()).cpu()
-        if value.is_complex():
-            return Numbers(dense.to(torch.complex128), value.dtype)
-        wide = torch.float64 if dense.is_floating_point() else torch.int64
-        return Numbers(dense.to(wide), dense.dtype)
-    except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
-        reason = str(error).split("\n")[0]
-        raise CompareError(f"the numbers of {subject} cannot be read: {reason}") from error
-
-
-def _read_number(value: complex) -> Numbers:
-    if isinstance(value, int):
-        return Numbers(torch.tensor(value, dtype=torch.int64), torch.int64)
-    # It usually comes from `item()`, and is no more exact than the tensor was.
-    default = torch.get_default_dtype()
-    if isinstance(value, complex):
-        return Numbers(torch.tensor(value, dtype=torch.complex128), default.to_complex())
-    return Numbers(torch.tensor(value, dtype=torch.float64), default)
-
-
-def same(one: Any, other: Any, path: Path) -> bool:
-    """Return whether two values without numbers are equal.
-
-    Raises CompareError if they cannot say.
-    """
-    try:
-        return bool(one == other)
-    except Exception as error:
-        subject = f"{format_path(path)!r}" if path else "the value"
-        raise CompareError(
-            f"{subject} is of type {type(one).__name__}; it must be a tensor, number, string, "
-            "module, or a list or dict of them"
-        ) from error
-
-
-def describe(value: Any, numbers: Numbers | None) -> str:
-    """Return a value in a few words: "a float32 tensor of shape (3,)"."""
-    if numbers is None or not isinstance(value, torch.Tensor):
-        return reprlib.repr(value)
-    return f"a {name_dtype(numbers.dtype)} tensor of shape {tuple(numbers.values.shape)}"
-
-
-def name_dtype(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    wide = torch.complex128 if value.is_complex() else torch.float64
+    if not inexact(value.dtype):
+        wide = torch.int64
+    return Numbers(value.detach().to_dense().cpu().to(wide), value.dtype)
 
 
 # --- the usual causes ----------------------------------------------------------------------------
 
 
-MOST_GUESSED = 8  # the largest world size to try if it is unknown
 FEW = 8  # fewer numbers may be a multiple of others by chance
 COARSE = 1e-3  # slack from which a few numbers show nothing
-FINE = 1e-4  # slack up to which a few numbers, if not whole, are no whole multiple by chance
 
 Tensors = Sequence[torch.Tensor]
 
@@ -190,36 +144,24 @@ class Cause(NamedTuple):
     text: str
 
 
-def find_cause(mine: Tensors, references: Tensors, rank: int | None, slack: float) -> Cause | None:
+def find_cause(
+    mine: Tensors, want: torch.Tensor, rank: int, slack: float, replicated: bool
+) -> Cause | None:
     """Return why a rank's value is not what it should be; None if that is no usual mistake.
 
-    mine: the value of each rank, or a single one, and then rank is None. references: what each
-    should be, or a single one for all. slack: what rounding explains, relative to the largest
-    number of a tensor.
+    mine: the value of each rank. slack: what rounding explains, relative to the largest number of a
+    tensor. replicated: all ranks should hold `want`.
     """
-    have, want = mine[rank or 0], references[rank or 0 if len(references) > 1 else 0]
-    by_rank, shared = rank is not None, len(references) == 1
-    bound = slack * _largest(want)
-    if have.shape != want.shape:
-        return _gathered(mine, want, bound) if by_rank and shared else None
-    if broken := int((~have.isfinite() & want.isfinite()).sum()):
-        places = "1 place" if broken == 1 else f"{broken:,} places"
-        return Cause("not finite", f"NaN or infinity is in {places} where numbers should be.")
-    if not want.any() or not all(value.isfinite().all() for value in (*mine, want)):
+    have = mine[rank]
+    if have.shape != want.shape or not want.any():
         return None
-    cause = None
-    if by_rank and not shared:
-        cause = _of_other_ranks(mine, references, bound)
-    elif by_rank:
-        cause = _own_parts(mine, want, slack)
+    if not all(value.isfinite().all() for value in (*mine, want)):
+        return None
+    cause = _own_parts(mine, want, slack) if replicated else None
     if not cause and not have.any():
         return Cause("zeros", "It is all zeros: nothing was written into it.")
-    cause = cause or _multiple(have, want, slack, len(mine) if by_rank else None)
-    for size in [len(mine)] if by_rank else range(2, MOST_GUESSED + 1):
-        for dim in range(want.dim()):
-            if not cause and 2 <= size <= want.shape[dim]:
-                cause = _pieces(have.chunk(size, dim), want.chunk(size, dim), dim, bound)
-    return cause or (_drift(mine, want, bound) if by_rank and shared else None)
+    cause = cause or _multiple(have, want, slack, len(mine))
+    return cause or (_drift(mine, want, slack * _largest(want)) if replicated else None)
 
 
 def _largest(tensor: torch.Tensor) -> float:
@@ -228,28 +170,6 @@ def _largest(tensor: torch.Tensor) -> float:
 
 def _close(one: torch.Tensor, other: torch.Tensor, bound: float) -> bool:
     return one.shape == other.shape and bool(((one - other).abs() <= bound).all())
-
-
-def _order(found: Tensors, wanted: Tensors, bound: float) -> list[int]:
-    """Return which of the wanted tensors each found one is; empty if one is none of them."""
-    order: list[int] = []
-    free = dict(enumerate(wanted))
-    for place, one in enumerate(found):
-        candidates = sorted(free, key=lambda number: number != place)  # its own first
-        match = next((c for c in candidates if _close(one, free[c], bound)), None)
-        if match is None:
-            return []
-        order.append(match)
-        del free[match]
-    return order
-
-
-def _of_other_ranks(mine: Tensors, references: Tensors, bound: float) -> Cause | None:
-    order = _order(mine, references, bound)
-    moved = [
-        f"rank {rank} holds rank {whose}'s" for rank, whose in enumerate(order) if rank != whose
-    ]
-    return Cause("swapped shards", f"Shards are swapped: {', '.join(moved)}.") if moved else None
 
 
 def _own_parts(mine: Tensors, want: torch.Tensor, slack: float) -> Cause | None:
@@ -268,71 +188,24 @@ def _own_parts(mine: Tensors, want: torch.Tensor, slack: float) -> Cause | None:
     return None
 
 
-def _multiple(
-    have: torch.Tensor, want: torch.Tensor, slack: float, world_size: int | None
-) -> Cause | None:
-    if have.numel() < FEW and slack > COARSE:
+def _multiple(have: torch.Tensor, want: torch.Tensor, slack: float, ranks: int) -> Cause | None:
+    """Recognize a multiple of the reference; ranks: 1 for a value that belongs to none."""
+    few = have.numel() < FEW
+    if few and slack > COARSE:
         return None
     factor = ((want.conj() * have).sum() / (want.conj() * want).sum()).real.item()
 
     def is_times(multiple: float) -> bool:
         return _close(have, multiple * want, slack * abs(multiple) * _largest(want))
 
-    n, was = world_size or 1, "it was"
-    if world_size is None and factor > 0 and have.numel() >= FEW:
-        n = round(max(factor, 1 / factor))
-        was = f"if there are {n} ranks, it was"
-    if n > 1 and is_times(n):
-        text = f"It is {n} times the reference: {was} summed and not averaged."
-        micro = f" If there are {n} micro-batches, divide the loss of each by {n}."
-        return Cause("summed", f"{text} Divide it by the world size.{'' if world_size else micro}")
-    if n > 1 and is_times(1 / n):
-        text = (
-            f"It is 1/{n} of the reference: {was} averaged twice, or averaged where a sum is right."
-        )
-        return Cause("averaged twice", text)
-    if n > 2 and world_size and is_times((n - 1) / n):
-        text = f"It is {n - 1}/{n} of the reference, as if the part of one rank were missing."
-        return Cause("part missing", text)
-    whole, size = round(factor), want.abs()
-    by_chance = have.numel() < FEW and (slack > FINE or size.equal(size.round()))
-    if whole > 1 and not by_chance and is_times(whole):
-        text = f"It is {whole} times the reference, as if a division by {whole} were missing:"
-        return Cause("scaled", f"{text} by the number of micro-batches, ranks or examples.")
-    if have.numel() >= FEW and is_times(factor):
+    if ranks > 1 and is_times(ranks):
+        text = f"It is {ranks} times the reference: it was summed and not averaged."
+        return Cause("summed", f"{text} Divide it by the world size.")
+    if ranks > 1 and is_times(1 / ranks):
+        text = f"It is 1/{ranks} of the reference: it was averaged twice, or averaged where a sum"
+        return Cause("averaged twice", f"{text} is right.")
+    if not few and is_times(factor):
         return Cause("scaled", f"It is {factor:.6g} times the reference.")
-    return None
-
-
-def _gathered(mine: Tensors, want: torch.Tensor, bound: float) -> Cause | None:
-    """Recognize ranks that hold shards of the reference."""
-    for dim in range(want.dim()):
-        others = {(*value.shape[:dim], -1, *value.shape[dim + 1 :]) for value in mine}
-        if others != {(*want.shape[:dim], -1, *want.shape[dim + 1 :])}:
-            continue
-        sizes = [value.shape[dim] for value in mine]
-        if sum(sizes) == want.shape[dim]:
-            if cause := _pieces(mine, want.split(sizes, dim), dim, bound):
-                return cause
-            if _close(torch.cat(list(mine), dim), want, bound):
-                text = f"Each rank holds its shard along dimension {dim} of the reference"
-                return Cause("sharded", f"{text}: gather them before you compare.")
-    return None
-
-
-def _pieces(found: Tensors, wanted: Tensors, dim: int, bound: float) -> Cause | None:
-    """Recognize shards of a tensor that are missing or in the wrong order."""
-    order = _order(found, wanted, bound)
-    if order and order != sorted(order):
-        numbers = ", ".join(map(str, order))
-        text = f"Its {len(found)} shards along dimension {dim} are swapped: they come in the order"
-        return Cause("swapped shards", f"{text} {numbers}.")
-    wrong = [i for i, one in enumerate(found) if not _close(one, wanted[i], bound)]
-    if 0 < len(wrong) < len(found) and not any(found[i].any() for i in wrong):
-        text = f"Of its {len(found)} shards along dimension {dim}, counted from 0,"
-        shards = name_ranks(wrong).replace("rank", "shard")
-        verb = "is" if len(wrong) == 1 else "are"
-        return Cause("shard missing", f"{text} {shards} {verb} missing: only zeros are there.")
     return None
 
 
@@ -369,13 +242,11 @@ class Rule:
 
     def __post_init__(self):
         for name, value in (("rtol", self.rtol), ("atol", self.atol)):
-            number = isinstance(value, Real) and not isinstance(value, bool)
-            if value is not None and not (number and 0 <= value < math.inf):
+            if value is not None and not (isinstance(value, Real) and 0 <= value < math.inf):
                 raise CompareError(f"{name} must be a number of at least 0, got {value!r}")
         if self.terms is None:
             return
-        whole = isinstance(self.terms, Integral) and not isinstance(self.terms, bool)
-        if not whole or self.terms < 1:
+        if not isinstance(self.terms, Integral) or self.terms < 1:
             raise CompareError(f"terms must be a whole number of at least 1, got {self.terms!r}")
         if self.given:
             raise CompareError("terms has no effect with rtol or atol; leave out terms, or both")
@@ -396,7 +267,8 @@ class Rule:
 
     def tolerance(self, reference: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return how much each element may differ from the reference."""
-        size = _finite(reference)
+        size = reference.abs().to(torch.float64)
+        size = torch.where(size.isfinite(), size, 0.0)
         if self.given:
             return (self.atol or 0.0) + (self.rtol or 0.0) * size
         largest = size.max() if inexact(dtype) else 0.0
@@ -411,7 +283,7 @@ class Rule:
             return "0: integers must be equal" if not inexact(dtype) else "0, as the reference is"
         terms = f"{self.count_terms(dtype):,} terms{'' if self.terms else ', assumed'}"
         return (
-            f"{tolerance:.1e} = {MARGIN} * sqrt({terms}) * eps({name_dtype(dtype)}) * "
+            f"{tolerance:.1e} = {MARGIN} * sqrt({terms}) * eps({str(dtype)[6:]}) * "
             f"{tolerance / self.slack(dtype):.3g}, the largest number in the reference"
         )
 
@@ -421,21 +293,18 @@ class Finding:
     """How far one value of one rank is from what it should be.
 
     error: the difference that is the largest in units of its tolerance; inf if it is no number.
-    tolerance: what is allowed there, and explanation: why. fact: what differs; the name of the
-    value comes before it. hint: whether it may be rounding. cause: if it shows at once. nans: in
-    how many places both are NaN. largest: the largest number in either.
+    tolerance: what is allowed there. fact: what differs; the name of the value comes before it.
+    hint: if it may be rounding. cause: if it shows at once. nan: whether both are NaN somewhere.
     """
 
     path: Path
     rank: int | None
     error: float = math.inf
     tolerance: float = 0.0
-    explanation: str = ""
     fact: str = ""
     hint: str = ""
     cause: str | None = None
-    nans: int = 0
-    largest: float = 0.0
+    nan: bool = False
 
     @property
     def equal(self) -> bool:
@@ -460,10 +329,10 @@ def measure(path: Path, rank: int | None, mine: Any, reference: Any, rule: Rule)
         fact = "is unexpected; the reference does not have it"
         return Finding(path, rank, fact=fact, cause="unexpected")
     have, want = read(mine, path), read(reference, path)
-    if have is None and want is None and same(mine, reference, path):
+    if have is None and want is None and mine == reference:
         return Finding(path, rank, error=0.0)
     if have is None or want is None:
-        fact = f"is {describe(mine, have)} instead of {describe(reference, want)}"
+        fact = f"is {reprlib.repr(mine)} instead of {reprlib.repr(reference)}"
         return Finding(path, rank, fact=fact, cause="value" if have is want else "type")
     if have.values.shape != want.values.shape:
         fact = f"has the shape {tuple(have.values.shape)} instead of {tuple(want.values.shape)}"
@@ -481,79 +350,49 @@ def _measure_numbers(
     if not have.values.numel():
         return Finding(path, rank, error=0.0)
     dtype = coarser(have.dtype, want.dtype)
-    differences, nans = _differences(have.values, want.values)
+    nans = have.values.isnan() & want.values.isnan()
+    differences = torch.where(nans, 0.0, _differences(have.values, want.values))
     tolerances = rule.tolerance(want.values, dtype)
     ratios = torch.where(differences == 0, 0.0, differences / tolerances)
     worst = torch.unravel_index(ratios.argmax(), ratios.shape)
     error, tolerance = differences[worst].item(), tolerances[worst].item()
-    explanation = rule.explain(tolerance, dtype)
-    if have.dtype != want.dtype and inexact(dtype):
-        two = f"{name_dtype(have.dtype)} is compared with {name_dtype(want.dtype)}"
-        explanation += f"; {two}, and the coarser counts"
-    largest = max(_finite(numbers.values).max().item() for numbers in (have, want))
-    found = Finding(path, rank, error, tolerance, explanation, nans=nans, largest=largest)
+    found = Finding(path, rank, error, tolerance, nan=bool(nans.any()))
     if found.equal:
         return found
     place = f" at {[int(index) for index in worst]}" if worst else ""
     mine, reference = have.values[worst].item(), want.values[worst].item()
     values = f"{_format(mine)} instead of {_format(reference)}{place}"
     if not error < math.inf:
-        return Finding(path, rank, fact=f"is {values}", cause="not finite")
+        return replace(found, fact=f"is {values}", cause="not finite")
     size = f"{error:.1e}" if inexact(dtype) else f"{error:,.0f}"
-    times = f", {_format_times(found.ratio)} times " if tolerance else ""
+    times = f", {found.ratio:,.{1 if found.ratio < 10 else 0}f} times " if tolerance else ""
     times += ("the tolerance" if rule.given else "what rounding explains") if tolerance else ""
     most = "at most " if differences.numel() > 1 else ""
-    fact = f"differs by {most}{size}{times} ({values})"
-    hint = _hint(found, want.values, dtype, rule)
-    return replace(found, fact=fact, hint=hint)
+    hint = ""
+    if inexact(dtype) and not rule.given and found.ratio <= PERHAPS:
+        terms = math.ceil(rule.count_terms(dtype) * found.ratio**2)
+        hint = f"Rounding explains it if {terms:,} numbers were added: pass terms={terms} if so."
+    fact = f"differs by {most}{size}{times} ({values}).\n"
+    return replace(
+        found, fact=f"{fact}The tolerance is {rule.explain(tolerance, dtype)}", hint=hint
+    )
 
 
-def _finite(numbers: torch.Tensor) -> torch.Tensor:
-    """Return magnitudes as float64, with 0 in place of infinities and NaN."""
-    size = numbers.abs().to(torch.float64)
-    return torch.where(size.isfinite(), size, 0.0)
-
-
-def _differences(mine: torch.Tensor, reference: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Return the absolute differences, as float64, and in how many places both are NaN."""
-    unequal = mine != reference
+def _differences(mine: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+    """Return the absolute differences as float64, inf where one of the two is no number."""
+    wide = torch.promote_types(torch.promote_types(mine.dtype, reference.dtype), torch.float64)
+    size = (mine.to(wide) - reference.to(wide)).abs()
     if mine.dtype == reference.dtype == torch.int64:
-        size = (mine.double() - reference.double()).abs().clamp(min=1)  # float64 may not show 1
-        return torch.where(unequal, size, 0.0), 0
-    both = mine.isnan() & reference.isnan()
-    size = torch.where(unequal & ~both, (mine - reference).abs().double(), 0.0)
-    return size.nan_to_num(nan=math.inf, posinf=math.inf), int(both.sum())
-
-
-def _hint(found: Finding, reference: torch.Tensor, dtype: torch.dtype, rule: Rule) -> str:
-    """Return whether the difference may be rounding all the same; "" if that is clear."""
-    if not inexact(dtype):
-        return ""
-    if rule.given:
-        explained = Rule().tolerance(reference, dtype).max().item()
-        if found.error > explained:
-            return "Rounding does not explain it."
-        return f"Rounding explains it: it may come to {Rule().explain(explained, dtype)}."
-    if found.ratio > PERHAPS:
-        return ""
-    terms = math.ceil(rule.count_terms(dtype) * found.ratio**2)
-    return f"Rounding explains it if {terms:,} numbers were added: pass terms={terms} if they were."
+        size = size.clamp(min=1)  # float64 may not show a difference of 1
+    size = torch.where(mine != reference, size, 0.0)
+    return size.nan_to_num(nan=math.inf, posinf=math.inf)
 
 
 def _format(number: complex) -> str:
     return f"{number:,}" if isinstance(number, int) else f"{number:.6g}"
 
 
-def _format_times(ratio: float) -> str:
-    if ratio >= 1e9:
-        return f"{ratio:.0e}"
-    return f"{ratio:,.0f}" if ratio >= 10 else f"{ratio:.1f}"
-
-
 # --- the comparison ------------------------------------------------------------------------------
-
-
-MOST_EXAMINED = 64  # tensors in which a cause is looked for
 
 
 @dataclass(frozen=True, repr=False)
@@ -565,11 +404,10 @@ class Comparison:
     single value. max_error: by how much it differs at most; inf if that is no number. tolerance:
     what was allowed there. cause: what explains the difference, None if nothing does:
 
-        "summed", "averaged twice", "scaled"        a multiple of the reference
-        "not reduced", "part missing"               the ranks' parts are combined wrongly
-        "shard missing", "swapped shards", "zeros"  a piece is absent or in the wrong place
-        "sharded"                                   each rank holds a shard of the reference
-        "drift"                                     the ranks differ from each other
+        "summed", "averaged twice", "scaled"  a multiple of the reference
+        "not reduced"                         each rank still holds its own part
+        "zeros"                               nothing was written into it
+        "drift"                               the ranks differ from each other
         "not finite", "shape", "type", "value", "missing", "unexpected"
 
     `str()` and `repr()` are the same in sentences.
@@ -627,19 +465,14 @@ def compare(
     at most (n-1) * eps/2 times the sum of all magnitudes, but to a multiple of sqrt(n) in typical
     cases, because roundings go up as often as down: N. J. Higham, "The accuracy of floating point
     summation", SIAM J. Sci. Comput. 14 (1993), https://doi.org/10.1137/0914050. It is an estimate,
-    because the terms are unknown here: if they cancel in all elements of a tensor, pass `atol`.
+    because the terms are unknown here: if they cancel in all elements of a tensor, as in the
+    gradient of a bias before BatchNorm, pass `atol`.
 
     Raises CompareError if the arguments cannot be compared.
     """
     rule = Rule(rtol, atol, terms)
-    try:
-        mines, references, by_rank = pair(mine, reference)
-        found = [dict(leaves(one)) for one in mines]
-        wanted = [dict(leaves(one)) for one in references]
-    except RecursionError:
-        raise CompareError("a list or dict that contains itself cannot be compared") from None
-    wanted = [named_alike(one, found[0]) for one in wanted]
-    found = [named_alike(one, wanted[0]) for one in found]
+    mines, references, by_rank = pair(mine, reference)
+    found, wanted = [read_leaves(one) for one in mines], [read_leaves(one) for one in references]
     wanted = wanted * len(found) if len(wanted) < len(found) else wanted
     paths = list(dict.fromkeys(path for one in (*wanted, *found) for path in one))
     if all(one.get(path) is None for one in (*wanted, *found) for path in paths):
@@ -655,9 +488,9 @@ def compare(
     world_size = len(found) if by_rank else None
     wrong = [finding for finding in findings if not finding.equal]
     if wrong:
-        first, (cause, where) = wrong[0], _explain(wrong, found, wanted, rule)
-        noise = _noise(first, findings, rule)
-        text = _format_difference(wrong, cause, where, noise, len(paths), world_size)
+        first = wrong[0]
+        cause = _explain(first, found, wanted, rule)
+        text = _format_difference(wrong, cause, len(paths), world_size)
     else:
         first, cause = max(findings, key=lambda finding: finding.ratio), None
         text = _format_equal(first, findings, len(paths), world_size, rule)
@@ -666,74 +499,38 @@ def compare(
 
 
 def _explain(
-    wrong: Sequence[Finding], found: Sequence[Leaves], wanted: Sequence[Leaves], rule: Rule
-) -> tuple[Cause | None, Finding]:
-    """Return the cause that the first of the tensors shows that show one, and where it shows.
+    finding: Finding, found: Sequence[Leaves], wanted: Sequence[Leaves], rule: Rule
+) -> Cause | None:
+    """Return why a value differs, if that is a usual mistake.
 
     found, wanted: what the ranks hold and should hold.
     """
-    firsts: dict[Path, Finding] = {}
-    for finding in wrong:
-        firsts.setdefault(finding.path, finding)
-    for finding in list(firsts.values())[:MOST_EXAMINED]:
-        if finding.cause in ("missing", "unexpected", "type", "value"):
-            return Cause(finding.cause, ""), finding
-        if cause := _cause(finding, found, wanted, rule):
-            return cause, finding
-    return None, wrong[0]
-
-
-def _cause(
-    finding: Finding, found: Sequence[Leaves], wanted: Sequence[Leaves], rule: Rule
-) -> Cause | None:
-    path, shared = finding.path, all(one is wanted[0] for one in wanted)
+    path, rank = finding.path, finding.rank or 0
+    want = read(wanted[rank].get(path), path)
     mine = [read(one.get(path), path) for one in found]
-    references = [read(one.get(path), path) for one in (wanted[:1] if shared else wanted)]
-    if any(numbers is None for numbers in (*mine, *references)):
+    if want is None or any(numbers is None for numbers in mine):
         return None
-    dtype = coarser(mine[finding.rank or 0].dtype, references[0].dtype)
-    complex_ = any(numbers.dtype.is_complex for numbers in (*mine, *references))
-    wide = torch.complex128 if complex_ else torch.float64
-    values = [[numbers.values.to(wide) for numbers in one] for one in (mine, references)]
-    return find_cause(*values, finding.rank, rule.slack(dtype))
-
-
-def _noise(first: Finding, findings: Sequence[Finding], rule: Rule) -> str:
-    """Return a hint if a tensor is as small as the rounding errors of another one, else ""."""
-    other = max(findings, key=lambda finding: finding.largest if finding.tolerance else 0.0)
-    if rule.given or not 0 < first.largest <= other.tolerance:
-        return ""
-    return (
-        "All its numbers are as small as rounding errors in "
-        f"{format_path(other.path)!r} are. If they should be zero, as the gradient of a bias "
-        f"before BatchNorm, pass atol={other.tolerance:.0e}."
-    )
+    dtypes = (numbers.values.dtype for numbers in (*mine, want))
+    wide = functools.reduce(torch.promote_types, dtypes, torch.float64)
+    values = [numbers.values.to(wide) for numbers in mine]
+    slack = rule.slack(coarser(mine[rank].dtype, want.dtype))
+    replicated = all(one is wanted[0] for one in wanted)
+    return find_cause(values, want.values.to(wide), rank, slack, replicated)
 
 
 def _subject(finding: Finding) -> str:
-    name = format_path(finding.path)
     rank = "" if finding.rank is None else f"rank {finding.rank}: "
-    return f"{rank}{repr(name) if name else 'the value'}"
+    return f"{rank}{_quote(finding.path)}"
 
 
 def _format_difference(
-    wrong: Sequence[Finding],
-    cause: Cause | None,
-    where: Finding,
-    noise: str,
-    total: int,
-    world_size: int | None,
+    wrong: Sequence[Finding], cause: Cause | None, total: int, world_size: int | None
 ) -> str:
     first = wrong[0]
     sentences = [f"{_subject(first)} {first.fact}."]
-    if first.explanation:
-        sentences.append(f"The tolerance is {first.explanation}.")
-    if cause and cause.text:
-        sentences.append(cause.text if where is first else f"{_subject(where)}: {cause.text}")
-    elif first.cause is None and not (noise or first.hint):
+    sentences += [text for text in (cause and cause.text, first.hint) if text]
+    if not (cause or first.cause or first.hint):
         sentences.append("It is none of the mistakes that kit.compare recognizes.")
-    if noise or first.hint:
-        sentences.append(noise or first.hint)
     names = len({finding.path for finding in wrong})
     ranks = {finding.rank for finding in wrong}
     on = ""
@@ -753,8 +550,7 @@ def _format_equal(
 ) -> str:
     what = count(total, "value")
     what += f" on each of {count(world_size, 'rank')}" if world_size else ""
-    nans = sum(finding.nans for finding in findings)
-    nan = f" NaN is in {count(nans, 'place')} of both, and counts as equal." if nans else ""
+    nan = " NaN is in both, and counts as equal." if any(each.nan for each in findings) else ""
     if not nearest.error:
         return f"equal: {what}, without any difference.{nan}"
     within = "the tolerance" if rule.given else "rounding"

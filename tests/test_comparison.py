@@ -121,17 +121,6 @@ def test_a_difference_that_more_terms_would_explain_says_how_many():
     assert_differs(far, None, "It is none of the mistakes that kit.compare recognizes.", name="x")
 
 
-def test_noise_where_zeros_should_be_says_so():
-    right = {"weight": random(20), "bias": torch.tensor([1e-8, -2e-8])}
-    wrong = {"weight": right["weight"], "bias": torch.tensor([-2e-8, 1e-8])}
-    found = kit.compare([wrong] * N, right)
-    assert_differs(found, None, "as small as rounding errors in 'weight' are", name="bias")
-    atol = float(str(found).split("atol=")[1].split(".\n")[0])
-    assert kit.compare([wrong] * N, right, atol=atol)
-    alone = kit.compare({"bias": right["bias"]}, {"bias": wrong["bias"]})
-    assert "as small as rounding errors" not in str(alone)
-
-
 def test_rtol_and_atol_replace_the_rule():
     one, other = torch.tensor([1.0, 100.0]), torch.tensor([1.1, 100.0])
     assert kit.compare(one, other, atol=0.11)
@@ -141,8 +130,7 @@ def test_rtol_and_atol_replace_the_rule():
     assert_differs(found, None, "1.8 times the tolerance", "(rtol=0.05, atol=0)", "at [0]")
     assert found.tolerance == pytest.approx(0.055)
     barely = kit.compare(torch.tensor([1.0 + 1e-6]), torch.tensor([1.0]), rtol=0, atol=0)
-    assert_differs(barely, None, "Rounding explains it: it may come to 1.5e-05")
-    assert "Rounding does not explain it" in str(found)
+    assert_differs(barely, None, "The tolerance is 0 (rtol=0, atol=0)")
     assert kit.compare(one, one, rtol=0, atol=0).max_error == 0
 
 
@@ -172,31 +160,17 @@ def test_a_sum_instead_of_a_mean():
         name="weight",
     )
     alone = kit.compare(changed(lambda t: 3 * t), RIGHT)
-    assert_differs(alone, "summed", "if there are 3 ranks, it was summed", rank=None)
-
-
-def test_a_division_by_the_number_of_micro_batches_that_is_missing():
-    words = "It is 6 times the reference, as if a division by 6 were missing: by the number"
-    assert_differs(kit.compare([changed(lambda t: 6 * t)] * N, RIGHT), "scaled", words)
-    loss = random(1, seed=3)
-    assert_differs(kit.compare([6 * loss] * N, loss), "scaled", words)
-    assert_differs(kit.compare(6 * loss, loss), "scaled", words)
-    alone = kit.compare(changed(lambda t: 6 * t), RIGHT)
-    assert_differs(alone, "summed", "If there are 6 micro-batches, divide the loss of each by 6.")
-    assert kit.compare(torch.tensor(12), torch.tensor(2)).cause is None  # a count, by chance
+    assert_differs(alone, "scaled", "It is 3 times the reference.", rank=None)
 
 
 def test_a_mean_of_a_mean():
     found = kit.compare([changed(lambda t: t / 4)] * N, RIGHT)
     assert_differs(found, "averaged twice", "It is 1/4 of the reference")
-    assert_differs(kit.compare(changed(lambda t: t / 3), RIGHT), "averaged twice", "1/3")
 
 
 def test_another_factor_is_named_but_not_of_a_few_numbers():
     found = kit.compare([changed(lambda t: 2.5 * t)] * N, RIGHT)
     assert_differs(found, "scaled", "It is 2.5 times the reference.")
-    found = kit.compare([changed(lambda t: 0.75 * t)] * N, RIGHT)
-    assert_differs(found, "part missing", "3/4 of the reference")
     assert kit.compare([7.0] * N, 2.0).cause is None
     assert_differs(kit.compare([8.0] * N, 2.0), "summed")
     coarse = torch.tensor(8.0).bfloat16(), torch.tensor(2.0).bfloat16()
@@ -230,51 +204,11 @@ def test_gradients_that_were_never_reduced():
     assert_differs(kit.compare([0.0, 1.0, 2.0, 3.0], 6.0), "not reduced")
 
 
-@pytest.mark.parametrize("dim", [0, 1])
-def test_a_shard_that_is_missing(dim):
+def test_zeros_that_were_never_written():
     whole = random(8, 8)
-    lost = whole.clone()
-    lost.narrow(dim, 4, 2).zero_()
-    text = f"4 shards along dimension {dim}, counted from 0, shard 2 is missing"
-    for found in (kit.compare([lost] * N, whole), kit.compare(lost, whole)):
-        assert_differs(found, "shard missing", text)
-    assert_differs(kit.compare([whole, torch.zeros(8, 8)], whole), "zeros", rank=1)
-    pieces = [*whole.chunk(N, dim)]
-    pieces[1] = torch.zeros_like(pieces[1])
-    assert_differs(kit.compare(pieces, whole), "shard missing", "shard 1 is missing", rank=0)
-
-
-@pytest.mark.parametrize("dim", [0, 1])
-def test_shards_in_the_wrong_order(dim):
-    whole = random(8, 8)
-    a, b, c, d = whole.chunk(N, dim)
-    swapped = torch.cat([a, c, b, d], dim)
-    text = f"shards along dimension {dim} are swapped: they come in the order 0, 2, 1, 3"
-    for found in (
-        kit.compare([swapped] * N, whole),
-        kit.compare(swapped, whole),
-        kit.compare([a, c, b, d], whole),
-    ):
-        assert_differs(found, "swapped shards", text)
-    found = kit.compare([a, c, b, d], ranks(a, b, c, d))
-    assert_differs(found, "swapped shards", "rank 1 holds rank 2's, rank 2 holds rank 1's", rank=1)
-    found = kit.compare([b, a, a], ranks(a, a, b))
-    assert_differs(found, "swapped shards", ": rank 0 holds rank 2's, rank 2 holds rank 0's.")
-
-
-def test_a_shard_on_each_rank():
-    whole = random(9, 3)
-    found = kit.compare([*whole.tensor_split(N, 0)], whole)
-    assert_differs(found, "sharded", "gather them before you compare", rank=0)
-    assert kit.compare([*whole.tensor_split(N)], ranks(*whole.tensor_split(N)))
-
-
-def test_the_cause_may_show_in_a_later_tensor():
-    gradient = random(30)
-    reference = {"parameters": random(30, seed=1), "gradient": gradient}
-    mine = {"parameters": random(30, seed=2), "gradient": 4 * gradient}
-    found = kit.compare([mine] * N, reference)
-    assert_differs(found, "summed", "rank 0: 'gradient': It is 4 times", name="parameters")
+    found = kit.compare([whole, torch.zeros(8, 8)], whole)
+    assert_differs(found, "zeros", "nothing was written into it", rank=1)
+    assert_differs(kit.compare([whole, torch.zeros(8, 8)], ranks(whole, whole)), "zeros", rank=1)
 
 
 def test_nan_and_infinity():
@@ -282,7 +216,7 @@ def test_nan_and_infinity():
     right = torch.tensor([1.0, inf, -inf, nan])
     found = kit.compare([right] * 2, right)
     assert found
-    assert "NaN is in 2 places of both, and counts as equal." in str(found)
+    assert "NaN is in both, and counts as equal." in str(found)
     for wrong in ([nan, inf, -inf, nan], [1.0, -inf, -inf, nan], [1.0, inf, -inf, 0.0]):
         found = kit.compare([torch.tensor(wrong)] * 2, right, rtol=1.0, atol=5.0)
         assert_differs(found, "not finite")
@@ -350,7 +284,7 @@ def test_shapes_and_types_that_differ():
     found = kit.compare({"x": torch.ones(2, 3)}, {"x": torch.ones(3, 2)})
     assert_differs(found, "shape", "'x' has the shape (2, 3) instead of (3, 2)", name="x")
     found = kit.compare([None, torch.ones(2)], torch.ones(2))
-    assert_differs(found, "type", "is None instead of a float32 tensor of shape (2,)", rank=0)
+    assert_differs(found, "type", "is None instead of tensor([1., 1.])", rank=0)
     found = kit.compare({"x": "gloo"}, {"x": "nccl"})
     assert_differs(found, "value", "'x' is 'gloo' instead of 'nccl'")
 
@@ -359,8 +293,7 @@ def test_dtypes_that_differ_count_as_the_coarser():
     exact = random(100)
     rounded = exact.bfloat16()
     assert kit.compare(rounded, exact)
-    found = kit.compare(2 * rounded, exact)
-    assert "bfloat16 is compared with float32, and the coarser counts" in str(found)
+    assert "eps(bfloat16)" in str(kit.compare(2 * rounded, exact))
     assert kit.compare(exact, rounded)
     assert kit.compare(exact.double() + 1e-7, exact)
     assert not kit.compare(exact.double() + 1e-7, exact.double())
@@ -431,10 +364,6 @@ def test_optimizers_are_compared_by_their_state():
 # --- arguments, and the object -------------------------------------------------------------
 
 
-ENDLESS = {}
-ENDLESS["x"] = ENDLESS
-
-
 class Sharded(torch.Tensor):
     def full_tensor(self):
         raise AssertionError("it communicates")
@@ -448,13 +377,10 @@ class Sharded(torch.Tensor):
         ((1.0, 1.0), {"terms": 0}, "terms must be a whole number of at least 1, got 0"),
         ((1.0, 1.0), {"terms": 2, "atol": 1}, "terms has no effect with rtol or atol"),
         (([], 1.0), {}, "mine is an empty list"),
-        ((ENDLESS, ENDLESS), {}, "contains itself"),
         (({}, {}), {}, "there is nothing to compare"),
-        ((1.0, ranks(1.0, 2.0)), {}, r"reference has values of 2 ranks, .* reference\[0\]"),
-        ((ranks(1.0), ranks(1.0, 2.0)), {}, "mine has 1 value and reference has 2"),
-        (({"x": Trace((), 1)}, {"x": np.ones(2, dtype=object)}), {}, "'x' is of type"),
+        ((1.0, ranks(1.0, 2.0)), {}, "reference has values of 2 ranks, and mine must have as many"),
+        ((ranks(1.0), ranks(1.0, 2.0)), {}, "reference has values of 2 ranks"),
         (({"w": torch.ones(2).as_subclass(Sharded)}, {"w": torch.ones(2)}), {}, "'w' is a DTensor"),
-        (({"w": torch.ones(2, device="meta")}, {"w": torch.ones(2)}), {}, "'w' cannot be read"),
     ],
 )
 def test_arguments_that_make_no_sense(arguments, options, message):

@@ -18,7 +18,6 @@ from ddp_kit.trace.training_steps import BUCKET
 HIDDEN, OPEN = (COLLECTIVE[0], COLLECTIVE[1], None), ("#f3c9cf", LOST, "/////")
 LEFT, TOP, WIDE, ROW = 1.45, 0.62, 6.4, 0.32  # inches
 COMPUTING = (NO_CALL, EDGE, None)
-MOST_BARS = 40
 
 
 def buckets(
@@ -88,11 +87,8 @@ def buckets(
     )
     text_table = table(title, header, rows) + f"\n{caption}"
 
-    shown = spans[:MOST_BARS]
-    if len(spans) > len(shown):
-        caption += f" The first {MOST_BARS} of {len(spans)} buckets are drawn."
     above = 0 if began is None else 1  # a row for computing
-    rows_drawn = above + len(shown)
+    rows_drawn = above + len(spans)
     height = ROW * rows_drawn if rows_drawn <= 16 else 0.2 * rows_drawn
     full, below = LEFT + WIDE + 0.3, TOP + height + 0.85
     picture, sheet = open_picture(title, text_table, full, below, caption)
@@ -100,7 +96,7 @@ def buckets(
     ax = picture.chart(LEFT, TOP, WIDE, height, "x", f"time since {since} (ms)")
     if above:
         bars(ax, [(0, over)], (-1.3, 0.6), *COMPUTING, zorder=2)
-    for place, (event, (begin, middle, end)) in enumerate(zip(events, shown, strict=False)):
+    for place, (event, (begin, middle, end)) in enumerate(zip(events, spans, strict=True)):
         for first, length, look in ((begin, middle - begin, HIDDEN), (middle, end - middle, OPEN)):
             if length > 0:
                 drawn = bars(ax, [(first, length)], (place - 0.3, 0.6), *look, zorder=2)
@@ -108,9 +104,9 @@ def buckets(
                     drawn.set(edgecolor=LOST, linestyle=DASHES)
     ax.axvline(over, color=LOST, linewidth=1.4, linestyle=DASHES, zorder=3)
     longest = max(longest, over) or 1
-    ax.set(xlim=(0, 1.03 * longest), ylim=(len(shown) - 0.5, -above - 0.5))
-    names = [f"bucket {i}, {style.byte_size(e.nbytes)}" for i, e in enumerate(events[: len(shown)])]
-    ax.set_yticks(range(-above, len(shown)), ["computing"] * above + names)
+    ax.set(xlim=(0, 1.03 * longest), ylim=(len(spans) - 0.5, -above - 0.5))
+    names = [f"bucket {i}, {style.byte_size(e.nbytes)}" for i, e in enumerate(events)]
+    ax.set_yticks(range(-above, len(spans)), ["computing"] * above + names)
     ax.tick_params(axis="y", length=0)
     ax.xaxis.set_major_locator(MaxNLocator(nbins=9))
     ha = "right" if over > 0.6 * longest else "left"

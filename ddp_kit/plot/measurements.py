@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
 from numbers import Real
-from statistics import quantiles
+from statistics import median, quantiles
 from typing import Any
 
 from matplotlib import ticker
@@ -253,10 +253,13 @@ def step_times(times: Mapping[str, Sequence[float]], title: str | None = None) -
 
     times maps a name to the seconds of each step that was measured; they are drawn in
     milliseconds, in the order of the mapping. Raises PlotError if there is no name, a name has no
-    samples, or a sample is negative or not finite.
+    samples, or a sample is not positive and finite.
     """
     read_named("times", times, "each name to a list of seconds")
-    quarters = {name: _quartiles(_samples(name, values)) for name, values in times.items()}
+    quarters = {
+        name: _quartiles(_positive(f"{name!r} has", read_numbers(values)))
+        for name, values in times.items()
+    }
     medians = [middle for _, middle, _ in quarters.values()]
     title = "Time of one step" if title is None else title
     rows = [[name, significant(m)] for name, m in zip(quarters, medians, strict=True)]
@@ -305,28 +308,24 @@ def _read(name: str, pairs: Any, unit: str) -> dict[int, list[float]]:
         raise PlotError(f"{name!r} must have pairs ({unit}, number), got {pairs!r}") from None
     found: dict[int, list[float]] = {}
     for at, values in given:
-        for value in values:
-            if not _is_positive(at) or not _is_positive(value):
-                raise PlotError(
-                    f"{name!r} has {value!r} for {at!r} {unit}: both must be positive and finite"
-                )
-        if not values:
-            raise PlotError(f"{name!r} has no samples for {at!r} {unit}")
         if at in found:
             raise PlotError(f"{name!r} has {at} {unit} twice: give one value for each number")
-        found[at] = values
-    if not found:
-        raise PlotError(f"{name!r} has no points")
+        found[at] = _positive(f"{name!r} has for {at!r} {unit}", values)
+    if not found or not all(map(_is_positive, found)):
+        raise PlotError(f"{name!r} must have pairs with a positive number of {unit}, got {pairs!r}")
     return dict(sorted(found.items()))
+
+
+def _positive(what: str, values: list[Any]) -> list[float]:
+    for value in values or [None]:
+        if not _is_positive(value):
+            raise PlotError(f"{what} {value!r}: must be a positive and finite number")
+    return values
 
 
 def _points(name: str, pairs: Pairs, unit: str, factor: float) -> dict[int, float]:
     """Return the points of one series in order, with `factor` times each value."""
-    found = _read(name, pairs, unit)
-    for at, values in found.items():
-        if len(values) > 1:
-            raise PlotError(f"{name!r} has {len(values)} values for {at} {unit}: give one")
-    return {at: factor * value for at, (value,) in found.items()}
+    return {at: factor * median(values) for at, values in _read(name, pairs, unit).items()}
 
 
 def _table(title: str, first: str, columns: Series) -> str:
@@ -428,13 +427,3 @@ def _note_end(name: str, y: list[float], xlabel: str) -> str:
     """Return from where on the losses of a line cannot be drawn; "" if all can."""
     bad = next((x for x, loss in enumerate(y, start=1) if not math.isfinite(loss)), None)
     return "" if bad is None else f"{name[:1].upper()}{name[1:]}: {y[bad - 1]:g} in {xlabel} {bad}."
-
-
-def _samples(name: str, values: Sequence[float]) -> list[float]:
-    seconds = read_numbers(values)
-    if not seconds:
-        raise PlotError(f"{name!r} has no samples")
-    for value in seconds:
-        if not (isinstance(value, Real) and 0 <= value < LARGEST):
-            raise PlotError(f"{name!r} has a step of {value!r} seconds: must be finite and >= 0")
-    return seconds

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from numbers import Real
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -26,21 +25,17 @@ NODE, SIDE = 0.2, 1.75  # inches: a rank's radius; room for the text beside the 
 GONE, PALE = "#dcdcdc", "#9a9a9a"
 
 
-def messages(
-    source: Any, title: str | None = None, limit: int | None = None, per_host: int | None = None
-) -> Picture:
+def messages(source: Any, title: str | None = None, per_host: int | None = None) -> Picture:
     """Draw how many bytes each rank sent to each other one, point to point.
 
     source: a trace, or a result or an error, whose `trace` is taken. Rows are senders and
     columns receivers, with the sums of both; more bytes make a darker cell. What collectives
     move is not included, and the caption says so.
-    limit: the bytes that the darkest shade stands for, by default the most of any pair. Pictures
-        with the same limit can be compared.
     per_host: the ranks of each host, if there are several: heavy lines then separate the hosts,
         and the caption says how much went from host to host.
 
-    Raises PlotError if there is no trace, no message was sent, `limit` is not a finite number or
-    less than the bytes of a pair, or `per_host` is not a positive whole number.
+    Raises PlotError if there is no trace, no message was sent, or `per_host` is not a positive
+    whole number.
     """
     trace = pictures.read_trace(source)
     found = trace.messages()
@@ -52,18 +47,12 @@ def messages(
         sent[message.src, message.dst] += message.nbytes
     if title is None:
         title = f"Who sent how many bytes to whom, in {count(len(found), 'message')}"
-    most = max(sent.values())
-    if limit is not None and not (isinstance(limit, Real) and most <= limit < pictures.LARGEST):
-        raise PlotError(
-            f"limit must be a finite number of at least {most:,}, the most bytes of a pair, "
-            f"got {limit!r}"
-        )
     if per_host is not None and (not isinstance(per_host, int) or per_host < 1):
         raise PlotError(f"per_host must be at least 1, the ranks of each host, got {per_host!r}")
     matrix = [[sent.get((src, dst)) for dst in range(n)] for src in range(n)]
     gave = [sum(filter(None, row)) for row in matrix]
     took = [sum(filter(None, column)) for column in zip(*matrix, strict=True)]
-    caption = _matrix_caption(trace, limit)
+    caption = _matrix_caption(trace)
     if per_host is not None and per_host < n:
         crossing = sum(b for (src, dst), b in sent.items() if src // per_host != dst // per_host)
         own = count(per_host, "rank")
@@ -87,7 +76,7 @@ def messages(
     picture, ax = open_picture(title, text_table, width, below, caption)
     write(ax, LEFT, TOP - 0.42, "to", 9, color=QUIET)
     write(ax, 0, TOP - 0.13, "from", 9, color=QUIET)
-    darkest = limit or most or 1
+    darkest = max(sent.values()) or 1
     xs = [LEFT + i * wide + (GAP if i == n else 0) for i in range(n + 1)]
     ys = [TOP + i * tall + (GAP if i == n else 0) for i in range(n + 1)]
     narrow = min(CHIP, wide - 0.12)
@@ -114,12 +103,11 @@ def messages(
     return picture
 
 
-def _matrix_caption(trace: Trace, limit: int | None) -> str:
+def _matrix_caption(trace: Trace) -> str:
     lost, collectives, dropped = len(trace.lost), len(trace.collectives), sum(trace.dropped)
     were, are = "was" if lost == 1 else "were", "is" if collectives == 1 else "are"
     parts = {
         "Rows: senders; columns: receivers; bytes of the tensors that were sent.": True,
-        f"The darkest shade stands for {style.byte_size(limit or 0)}.": limit is not None,
         f"{count(lost, 'message')} {were} never received.": lost,
         f"{count(collectives, 'collective')} {are} not included.": collectives,
         f"The {dropped:,} oldest events were dropped and are not shown.": dropped,

@@ -15,8 +15,7 @@ from ddp_kit.plot.picture import Picture, open_picture, read_ranks, read_trace, 
 from ddp_kit.plot.style import PAPER, QUIET, box, write
 
 FEW, MANY, COMPLETE = "#eef1f4", "#8fa1b3", "#3d2a6b"  # no rank has one of these
-MOST_NUMBERS = 6  # ranks in `ring`; above, a cell is too small for its digits
-MOST_IN_STEP = 8  # ranks in `ring_step`; above, the numbers do not fit
+MOST, MOST_IN_STEP = 6, 8  # ranks in `ring` and in `ring_step`; above, the numbers do not fit
 Held = list[list[list[int]]]  # by rank, step and chunk
 
 
@@ -29,12 +28,12 @@ def ring(result: Iterable[Any], title: str | None = None) -> Picture:
 
     More ranks make a cell darker, and a complete sum has a colour of its own; a cell that changed
     in this step is outlined in the colour of the left neighbour, which sent it, and an arrow leads
-    into it: a chunk, which is a column, moves down by one rank from panel to panel. Above six
-    ranks numbers and arrows are left out, and the caption says so.
+    into it: a chunk, which is a column, moves down by one rank from panel to panel.
 
-    Raises PlotError if the result is empty, a shape is wrong, or a cell is not a whole number.
+    Raises PlotError if the result is empty, a shape is wrong, or a cell is not a whole number, or
+    for more than 6 ranks.
     """
-    held = _read(result)
+    held = _read(result, MOST)
     n, steps = len(held), len(held[0])
     names = _step_names(n)
     if title is None:
@@ -50,8 +49,7 @@ def ring(result: Iterable[Any], title: str | None = None) -> Picture:
     ]
     text_table = table(title, ["", *(f"rank {r}" for r in range(n))], rows, align="<")
 
-    gap, top, labels = 0.18, 0.38, 0.2  # inches; labels: the numbers of ranks
-    head = 0.42 if n <= MOST_NUMBERS else 0.25
+    gap, top, labels, head = 0.18, 0.38, 0.2, 0.42  # inches; labels: the numbers of ranks
     wide, tall, size, across = _measure(n)
     stride = max(labels + n * wide + gap, 1.4)  # room for the name of a step
     bands = math.ceil(n / across)  # rows of panels per phase
@@ -64,23 +62,20 @@ def ring(result: Iterable[Any], title: str | None = None) -> Picture:
         x = labels + slot % across * stride
         y = top + head + slot // across * panel
         write(ax, x, y + 0.12 - head, name)
-        for c in range(n) if n <= MOST_NUMBERS else ():
+        for c in range(n):
             write(ax, x + (c + 0.5) * wide, y - 0.11, str(c), 7.5, color=QUIET, ha="center")
         for r in range(n):
-            if r % math.ceil(0.12 / tall) == 0:
-                write(ax, x - 0.06, y + (r + 0.5) * tall, str(r), 8, color=QUIET, ha="right")
+            write(ax, x - 0.06, y + (r + 0.5) * tall, str(r), 8, color=QUIET, ha="right")
             box(ax, x - 0.05, y + r * tall + 0.02, 0.03, tall - 0.04, style.rank_color(r), "none")
             for c, value in enumerate(held[r][step]):
                 place = (x + c * wide, y + r * tall, wide, tall)
-                text = str(value) if n <= MOST_NUMBERS else ""
-                box(ax, *place, _fill(value, n), PAPER, text, size, linewidth=1)
+                box(ax, *place, _fill(value, n), PAPER, str(value), size, linewidth=1)
                 if changed[step][r][c]:
                     sender = (r - 1) % n
                     _outline(ax, *place, style.rank_color(sender))
-                    if n <= MOST_NUMBERS:
-                        middle, edge = x + (c + 0.5) * wide, y + r * tall
-                        ends = (middle, edge - 0.06), (middle, edge + 0.065)
-                        style.arrow(ax, *ends, style.edge_color(sender), 1.6, mutation_scale=7)
+                    middle, edge = x + (c + 0.5) * wide, y + r * tall
+                    ends = (middle, edge - 0.06), (middle, edge + 0.065)
+                    style.arrow(ax, *ends, style.edge_color(sender), 1.6, mutation_scale=7)
     if n > 1:
         _key(ax, 0.02, top + head + bands * panel, n)
     return picture
@@ -97,12 +92,10 @@ def ring_step(result: Iterable[Any], step: int) -> Picture:
     chunk that changed. Raises PlotError as `ring` does, and without a trace, for a step that the
     ring does not have, or for more than 8 ranks.
     """
-    held = _read(result)
+    held = _read(result, MOST_IN_STEP)
     n, names = len(held), _step_names(len(held))
     if not 0 <= step < len(names):
         raise PlotError(f"step must be from 0 to {len(names) - 1}, got {step}")
-    if n > MOST_IN_STEP:
-        raise PlotError(f"a step can be drawn for at most {MOST_IN_STEP} ranks, got {n}")
     trace = read_trace(result)
     changed = _changed(held, step)
     received = {}  # by receiver
@@ -152,9 +145,11 @@ def ring_step(result: Iterable[Any], step: int) -> Picture:
     return picture
 
 
-def _read(result: Iterable[Any]) -> Held:
+def _read(result: Iterable[Any], most: int) -> Held:
     values = read_ranks(result)
     n = len(values)
+    if n > most:
+        raise PlotError(f"a ring can be drawn for at most {most} ranks, got {n}")
     expected = (2 * (n - 1) + 1, n)
     for rank, value in enumerate(values):
         shape = tuple(getattr(value, "shape", ()))
@@ -194,10 +189,7 @@ def _measure(n: int) -> tuple[float, float, float, int]:
     """Return a cell's width and height in inches, its font size in points, and panels per row."""
     if n <= 4:
         return max(0.3, 0.1 * n + 0.02), 0.27, 9, n
-    if n <= MOST_NUMBERS:
-        return {5: (0.425, 0.25, 8.2, 3), 6: (0.45, 0.25, 7.3, 3)}[n]
-    side = 1.7 if n <= 8 else 1.05
-    return side / n, side / n, 0, 4 if n <= 8 else 6
+    return {5: (0.425, 0.25, 8.2, 3), 6: (0.45, 0.25, 7.3, 3)}[n]
 
 
 def _fill(value: int, n: int) -> str:
@@ -212,7 +204,7 @@ def _fill(value: int, n: int) -> str:
 
 def _outline(ax: Axes, x: float, y: float, wide: float, tall: float, color: str) -> None:
     inset = 0.022
-    edge = {"linewidth": 1.8 if wide > 0.15 else 1.1, "joinstyle": "miter"}
+    edge = {"linewidth": 1.8, "joinstyle": "miter"}
     box(ax, x + inset, y + inset, wide - 2 * inset, tall - 2 * inset, "none", color, **edge)
 
 
@@ -232,10 +224,7 @@ def _caption(n: int) -> str:
     text = (
         f"Rows: ranks; columns: chunks; a number's digits name the ranks in it ({digits}: {summed})"
     )
-    if n > MOST_NUMBERS:
-        text = f"Rows: ranks; columns: chunks; numbers left out above {MOST_NUMBERS} ranks"
     if n > 1:
         text += "; an outline in the left neighbour's colour marks a cell just received from it"
-    if 1 < n <= MOST_NUMBERS:
         text += ". Follow a column: its arrow moves down by one rank from panel to panel"
     return text + "."

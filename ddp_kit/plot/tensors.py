@@ -24,9 +24,8 @@ NEW, SHARED = "#d0d0d0", PAPER
 MOST_ROWS, MOST_COLUMNS, ALL_COLUMNS = 4, 8, 16
 ARROW, BLOCK_GAP, ROW_GAP, HEIGHT = 0.55, 0.09, 0.14, 0.3  # inches
 ALL, NONE_OF_IT, PARTIAL = "all", "nothing", "a partial sum"  # of a tensor that ranks share
-MOST_NUMBERS = 8  # rows or columns of such a tensor; a larger one is an outline
+MOST_NUMBERS = 8  # rows or columns of such a tensor
 LOW = 0.24  # inches of its rows
-FRAME = (1.25, 0.9)  # inches of a tensor that is drawn as an outline
 GAP, LABEL = 0.3, 0.42  # inches: between ranks, above a tensor
 NARROW = 1.2  # inches: as wide as the names above a tensor
 TOP = 0.36  # inches, below the title
@@ -296,14 +295,15 @@ def placements(
     has the shape of the whole but other values holds a partial sum of it.
 
     mesh: its shape, (2, 2) for four ranks in two rows; by default, all are in one row. names: of
-    its dimensions. Up to eight rows and columns are drawn with their numbers.
+    its dimensions.
 
     At several stages, colours show where a number comes from: an entry of the tensor that a single
     rank held at the first stage has that rank's colour in every stage; one that no rank held, such
-    as a sum, is grey and bold; one that several ranks held is white. At one stage, or without
-    numbers, a part has the colour of the lowest rank that holds it: equal parts have equal colours.
+    as a sum, is grey and bold; one that several ranks held is white. At one stage, a part has the
+    colour of the lowest rank that holds it: equal parts have equal colours.
 
-    Raises PlotError if a rank's tensor is no part of the whole, or is in several places of it.
+    Raises PlotError if a rank's tensor is no part of the whole, or is in several places of it, or
+    if the whole has more than eight rows or columns.
     """
     ranks = read_ranks(result)
     stages = list(ranks[0]) if isinstance(ranks[0], dict) else [""]
@@ -317,6 +317,10 @@ def placements(
             f"dimensions, got {shape}"
         )
     tensor = _matrix(whole, "the whole tensor")
+    if max(tensor.shape) > MOST_NUMBERS:
+        raise PlotError(
+            f"a tensor of at most {MOST_NUMBERS} rows and columns can be drawn, got {tensor.shape}"
+        )
     parts = {
         stage: [_find(rank[stage], tensor, r) for r, rank in enumerate(ranks)] for stage in stages
     }
@@ -330,7 +334,10 @@ def placements(
     named = len(shape) == 2 and bool(names)
     left = 0.35 if named else 0.0
     room = WIDTH - left if len(shape) == 1 else (WIDTH - left + GAP) / shape[1] - GAP
-    numbered, (wide, tall) = _tensor_size(parts, tensor.shape, room)
+    numbers = (n for held in parts.values() for part in held for n in part.numbers.flat)
+    longest = max((len(number_text(n)) for n in numbers), default=1)
+    wide = min(tensor.shape[1] * max(0.26, 0.64 * longest * SIZES[1] / 72 + 0.1), room)
+    tall = tensor.shape[0] * LOW
     step, drop = max(wide, min(NARROW, room)) + GAP, LABEL + tall + 0.12
     fitting = max(1, int((WIDTH + GAP) / step))  # ranks side by side, where the mesh is one row
     across = shape[1] if len(shape) == 2 else min(shape[0], fitting)
@@ -338,9 +345,9 @@ def placements(
     head = 0.22 if any(parts) or names else 0.0
     stage_height = head + lines * drop + 0.2
     origin = None  # of numbers, if there are several stages; else colours are those of parts
-    if numbered and len(parts) > 1:
+    if len(parts) > 1:
         origin = _origins(map(_solid, next(iter(parts.values()))))
-    caption = _parts_caption(parts, numbered, origin)
+    caption = _parts_caption(parts, origin)
     below = TOP + len(parts) * stage_height - 0.1
     picture, sheet = open_picture(
         title, text_table, left + across * step - GAP + 0.02, below, caption
@@ -361,7 +368,7 @@ def placements(
             corner = left + r % across * step, y + head + r // across * drop
             color = style.blend(colors[r], PAPER, 0.7) if part.name == PARTIAL else colors[r]
             found = None if part.name == PARTIAL else origin
-            _tensor(sheet, corner, (wide, tall), part, tensor.shape, r, color, found, numbered)
+            _tensor(sheet, corner, (wide, tall), part, tensor.shape, r, color, found)
     return picture
 
 
@@ -409,23 +416,8 @@ def _part_text(part: Part) -> str:
     """Return a part as text: "[0:1, :]  1 2 3 4"."""
     if part.name == NONE_OF_IT:
         return NONE_OF_IT
-    if max(part.numbers.shape) > MOST_NUMBERS:
-        return part.name
     rows = (" ".join(map(number_text, row)) for row in part.numbers.tolist())
     return f"{part.name} = {'; '.join(rows)}"
-
-
-def _tensor_size(
-    parts: dict[str, list[Part]], shape: tuple[int, ...], room: float
-) -> tuple[bool, tuple[float, float]]:
-    """Return whether numbers are drawn, and the inches of a whole tensor, at most `room` wide."""
-    numbers = (n for held in parts.values() for part in held for n in part.numbers.flat)
-    if max(shape) <= MOST_NUMBERS:
-        longest = max((len(number_text(n)) for n in numbers), default=1)
-        cell = max(0.26, 0.64 * longest * SIZES[1] / 72 + 0.1)
-        if shape[1] * cell <= room:
-            return True, (shape[1] * cell, shape[0] * LOW)
-    return False, (min(FRAME[0], room), FRAME[1])
 
 
 def _colors(held: list[Part]) -> list[str]:
@@ -450,7 +442,6 @@ def _tensor(
     rank: int,
     color: str,
     origin: Origin | None,
-    numbered: bool,
 ) -> None:
     """Draw the outline of the tensor, and in it what a rank holds, in `color` or by its origin."""
     (x, y), (wide, tall) = corner, size
@@ -466,17 +457,13 @@ def _tensor(
         return
     cell, height = wide / shape[1], tall / shape[0]
     left, top = x + part.place[1] * cell, y + part.place[0] * height
-    if not numbered:
-        high, across = part.numbers.shape
-        box(ax, left, top, across * cell, high * height, color, EDGE)
-        return
     for (i, j), number in np.ndenumerate(part.numbers):
         fill = color if origin is None else _fill(number.item(), origin)
         at = left + j * cell, top + i * height
         _number_box(ax, *at, cell, height, number.item(), fill, SIZES[1])
 
 
-def _parts_caption(parts: dict[str, list[Part]], numbered: bool, origin: Origin | None) -> str:
+def _parts_caption(parts: dict[str, list[Part]], origin: Origin | None) -> str:
     found = {part.name for held in parts.values() for part in held}
     solid = {number for held in parts.values() for part in held for number in _solid(part)}
     fills = {_fill(number, origin) for number in solid} if origin is not None else set()
@@ -488,6 +475,5 @@ def _parts_caption(parts: dict[str, list[Part]], numbered: bool, origin: Origin 
         f"White: held by several ranks at “{first}”.": SHARED in fills,
         "Dashed: the rest of the tensor, which the rank does not hold.": found - {ALL, PARTIAL},
         "Pale: a partial sum; the tensor is the sum over the ranks.": PARTIAL in found,
-        "The tensor is too large for its numbers.": not numbered,
     }
     return " ".join(text for text, applies in texts.items() if applies)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.patches import Polygon
 from matplotlib.ticker import MaxNLocator
 from matplotlib.transforms import Bbox
 
@@ -18,14 +17,13 @@ from ddp_kit.error_text import count
 from ddp_kit.errors import PlotError
 from ddp_kit.plot import picture as pictures
 from ddp_kit.plot import style
-from ddp_kit.plot.style import DASHES, INK, LOST, NO_CALL, PAPER, QUIET, TIMES
+from ddp_kit.plot.style import DASHES, INK, LOST, NO_CALL, PAPER, TIMES
 from ddp_kit.plot.timeline_data import (
     Arrow,
     Bar,
     Flight,
     Lanes,
     Link,
-    Training,
     busy,
     by_steps,
     by_time,
@@ -33,7 +31,6 @@ from ddp_kit.plot.timeline_data import (
     part,
     rank_table,
     step_table,
-    steps_table,
     time_table,
 )
 from ddp_kit.trace import Trace
@@ -54,9 +51,6 @@ MARKER = 4.5  # points: where a rank takes part in a collective
 INSET, FIRST, LEVEL = 0.04, 0.07, 0.155  # inches: of the ends of flights, below bars, between two
 MOST_NAMED = 12  # messages without another end; if there are more, they have dashes alone
 BINS = 60  # parts of the picture, of each of which a rank spends a share in calls
-BLOCK = 0.2  # inches: the height of training steps in small
-MOST_TICKS = 20  # training steps with a number
-TONES, SHOWN, ZOOM = ("#d3dde6", "#b3c3d1"), "#33475b", "#f3f5f7"  # of training steps
 
 Place = tuple[float, float]  # on the axes of the lanes
 Lines = dict[Key | None, tuple[Place, Place]]  # where flights begin and end
@@ -124,7 +118,7 @@ class Panel:
                     ax.axvline(begin + step, color="#ececec", linewidth=0.8, zorder=0.5)
         _draw_spans(ax, self.lanes)
         if self.many:
-            draw_shares(ax, self.lanes, LOOKS)
+            _draw_shares(ax, self.lanes)
         else:
             self._draw_each()
         self._write_names()
@@ -262,16 +256,17 @@ class Panel:
 
     def _write_names(self) -> None:
         """Write the names of collectives above the lanes, each that is shared above a bracket."""
-        look = {"rotation": self.slant, "rotation_mode": "anchor", "va": "baseline"}
-        look |= {"ha": "left" if self.slant else "center"}
+        slant = {"rotation": self.slant, "rotation_mode": "anchor", "va": "baseline"}
+        slant |= {"ha": "left" if self.slant else "center"}
         foot, top = -0.5 - 0.02 / self.lane, -0.5 - 0.08 / self.lane
         y = top - 0.03 / self.lane if self.shared else -0.55
         for name in self.names:
             color = LOOKS["collective"][1] if name.whole else LOST
             if name.end > name.begin and name.text:
                 xs = name.begin, name.begin, name.end, name.end
-                _bracket(self.ax, xs, (foot, top, top, foot), color)
-            self._write(name.at, y, name.text, color=color, **look)
+                look = {"color": color, "linewidth": 0.9, "linestyle": "-", "clip_on": False}
+                self.ax.plot(xs, (foot, top, top, foot), **look)
+            self._write(name.at, y, name.text, color=color, **slant)
 
 
 def place_names(links: Sequence[Link], scale: float, low: float) -> tuple[int, list[Name]]:
@@ -322,10 +317,6 @@ def flight_levels(flights: Sequence[Flight], lane: float) -> list[int]:
     return levels
 
 
-def _bracket(ax: Axes, xs: Sequence[float], ys: Sequence[float], color: str) -> None:
-    ax.plot(xs, ys, color=color, linewidth=0.9, linestyle="-", clip_on=False)
-
-
 def _draw_spans(ax: Axes, lanes: Lanes) -> None:
     """Draw when each rank ran and, in time, that it was in no call wherever nothing covers that."""
     half = 0.01 if lanes.zero is None else HALF
@@ -333,12 +324,12 @@ def _draw_spans(ax: Axes, lanes: Lanes) -> None:
         style.bars(ax, [(begin, end - begin)], (rank - half, 2 * half), NO_CALL, "none")
 
 
-def draw_shares(ax: Axes, lanes: Lanes, looks, bins: int = BINS) -> None:
-    """Draw each rank's shares of time on each other; looks: by kind, as LOOKS."""
-    edges = np.linspace(*lanes.limits, bins + 1)
+def _draw_shares(ax: Axes, lanes: Lanes) -> None:
+    """Draw each rank's shares of time on each other."""
+    edges = np.linspace(*lanes.limits, BINS + 1)
     for rank, of_kinds in enumerate(shares(lanes, edges)):
-        base = np.full(bins, rank + HALF)
-        for (fill, edge, hatch), share in zip(looks.values(), of_kinds, strict=True):
+        base = np.full(BINS, rank + HALF)
+        for (fill, edge, hatch), share in zip(LOOKS.values(), of_kinds, strict=True):
             top = base - 2 * HALF * share
             if share.any():
                 look = {"facecolor": fill, "edgecolor": edge, "linewidth": 0, "zorder": 2}
@@ -359,66 +350,6 @@ def shares(lanes: Lanes, edges: np.ndarray) -> np.ndarray:
         covered = [np.clip(edge - begin, 0, end - begin).sum() for edge in edges]
         found[rank, list(LOOKS).index(kind)] = np.diff(covered) / np.diff(edges)
     return found / np.maximum(1, found.sum(axis=1, keepdims=True))
-
-
-def _draw_overview(
-    picture: pictures.Picture, sheet: Axes, top: float, lanes: Lanes, training: Training
-) -> None:
-    """Draw the whole run: a block for each training step and, in time, the lanes of all ranks."""
-    begin, end = lanes.limits
-    timed, spans, window = lanes.zero is not None, training.spans, training.window
-    n, head, tall = len(lanes.spans) if timed else 0, 0.26, _overview_height(lanes)
-    lane = (tall - BLOCK) / n if timed else 0.2
-    scale = WIDE / ((end - begin) or 1)
-    corners = [LEFT + (min(max(at, begin), end) - begin) * scale for at in window]
-    roof, floor = top + head + tall, top + head + tall + 0.5
-    points = [(corners[0], roof), (corners[1], roof), (LEFT + WIDE, floor), (LEFT, floor)]
-    sheet.add_patch(Polygon(points, facecolor=ZOOM, edgecolor="none", zorder=0))
-    xlabel = "time since the first rank began (ms)" if timed else "training step"
-    ax = picture.chart(LEFT, top + head, WIDE, tall, "x", xlabel)
-    roof = -0.5 - BLOCK / lane  # of the blocks; rank 0 is below them, at 0
-    ax.set(xlim=(begin, end), ylim=(n - 0.5, roof))
-    ax.set_yticks([])
-    ax.spines["left"].set_visible(False)
-    strip = roof, BLOCK / lane
-    for fill, drawn in ((TONES[0], spans[::2]), (TONES[1], spans[1::2]), (SHOWN, [window])):
-        blocks = [(first, last - first) for first, last in drawn]
-        style.bars(ax, blocks, strip, fill, PAPER, linewidth=0.4, zorder=2)
-    if timed:
-        _draw_spans(ax, lanes)
-        # Dark and without a hatch, which nobody would see.
-        looks = {kind: (edge, edge, None) for kind, (_, edge, _) in LOOKS.items()}
-        draw_shares(ax, lanes, looks, bins=160)
-        for rank in range(n):
-            y = top + head + BLOCK + (rank + 0.5) * lane
-            style.bars(
-                sheet, [(LEFT - 0.14, 0.1)], (y - 0.04, 0.08), style.rank_color(rank), "none"
-            )
-        ax.xaxis.set_major_locator(MaxNLocator(nbins=12, min_n_ticks=1))
-    else:
-        every = -(-len(spans) // MOST_TICKS)
-        ticks = range(every - 1, len(spans), every)
-        ax.set_xticks([sum(spans[i]) / 2 for i in ticks], [str(i + 1) for i in ticks])
-        ax.grid(False)
-    over = -math.inf  # where the last text ends
-    for first, last in training.runs:
-        number = last - first + 1
-        text = (
-            f"step {first + 1}" if number == 1 else f"{TIMES} {number:,} steps with the same calls"
-        )
-        low, high = max(begin, spans[first][0]), min(end, spans[last][1])
-        half = CHARACTER * len(text) / 2 / scale
-        at = min(max((low + high) / 2, begin - LEFT / scale + half), end - half)
-        if at - half > over:  # else there is no room for it
-            style.write(ax, at, roof - 0.13 / lane, text, TYPE, ha="center", color=QUIET)
-            over = at + half + GAP / scale
-        if number > 1:
-            foot, top_of_it = roof - 0.02 / lane, roof - 0.06 / lane
-            _bracket(ax, (low, low, high, high), (foot, top_of_it, top_of_it, foot), QUIET)
-
-
-def _overview_height(lanes: Lanes) -> float:
-    return BLOCK + (min(0.17 * len(lanes.spans), 1.4) if lanes.zero is not None else 0.0)
 
 
 class Timeline(pictures.Picture):
@@ -453,18 +384,16 @@ def timeline(
         takes one step, a call or `wait()` also lasts the steps that it waits, what a call only
         starts is a thin line until it is complete, and computing takes none. True draws
         milliseconds since the first rank began.
-    step: the training step to draw in large, from 0; -1 is the last one. By default one with the
-        calls that most training steps have and, timed, with the median duration of those; but if
-        the run never ended, what came after the last one.
+    step: the training step to draw, from 0; -1 is the last one. By default one with the calls that
+        most training steps have; but if the run never ended, what came after the last one.
 
     Arrows have the colour of the sender; a collective is a vertical line through its ranks. A
     send that was never received, or a receive that was never sent to, is dashed and says so.
 
-    A training run is drawn in small, with a block for each training step, and one step in large:
-    see `training_steps`. In other runs with very many events, bars are shares of time, and there
-    are no arrows: see `messages`. If a timed run begins or ends with a long pause, such as an
-    import, most of the pause is cut off, and the caption says how much. `.interact()` of the
-    picture returns one to zoom into.
+    Of a training run, one training step is drawn: see `training_steps`. In other runs with very
+    many events, bars are shares of time, and there are no arrows: see `messages`. If a timed run
+    begins or ends with a long pause, such as an import, most of the pause is cut off, and the
+    caption says how much. `.interact()` of the picture returns the whole run to zoom into.
 
     Raises PlotError if there is no trace, or it has no event (or, timed, no rank), or no such step.
     """
@@ -473,51 +402,38 @@ def timeline(
         raise PlotError("the trace is empty: the ranks sent nothing, there is nothing to draw")
     whole = by_time(trace) if timed else by_steps(trace)
     training = find_training(trace, whole, step)
-    window = busy(whole) if timed else whole.limits
-    lanes = part(whole, *window)
-    cut = _say_cut(whole, window)
-    title = _title(trace, timed, training and len(training.spans)) if title is None else title
-
-    if not training:
-        large = Panel(lanes, timed)
-        xlabel = "time since the first rank began (ms)" if timed else "step"
-    else:
-        shown = training.label
+    title = _title(trace, timed, training and training.total) if title is None else title
+    here, shown, cut = "the first rank", "", ""
+    if training:
         begin, end = training.window
-        zero = begin if timed else begin - 0.5  # the first step is 1
-        large = Panel(part(whole, begin, end, zero), timed)
-        here = "this training step" if training.shown is not None else "this part"
-        xlabel = f"time since {here} began (ms)" if timed else f"order of the operations in {here}"
+        lanes = part(whole, begin, end, begin if timed else begin - 0.5)  # the first step is 1
+        here, shown = training.name, f"{training.label}."
+    else:
+        window = busy(whole) if timed else whole.limits
+        lanes, cut = part(whole, *window), _say_cut(whole, window)
+    panel = Panel(lanes, timed)
     if timed:
-        text_table = time_table(title, whole)
-        text_table += f"\n{time_table(shown, large.lanes)}" if training else ""
-        text_table += f"\n{cut}" if cut else ""
-    elif training:
-        text_table = steps_table(title, trace, training)
-        text_table += f"\n{step_table(shown, trace, whole, (begin, end))}"
-    elif large.many:
+        text_table = time_table(title, lanes if training else whole)
+    elif panel.many:
         text_table = rank_table(title, trace, whole)
     else:
-        text_table = step_table(title, trace, whole, whole.limits)
+        text_table = step_table(title, trace, whole, training.window if training else whole.limits)
+    text_table += "".join(f"\n{line}" for line in (shown, cut) if line)
 
-    is_median = bool(training) and timed and step is None and training.shown is not None
-    parts = [_whole_caption(timed, is_median) if training else "", _caption(large), cut]
+    parts = [shown, _caption(panel), cut]
     if any(trace.dropped):
         parts.append(f"The {sum(trace.dropped):,} oldest events were dropped and are not shown.")
     kinds = {bar.kind for bar in lanes.bars}
     key = {"not in a call": (NO_CALL, "none")} if timed else {}
     key |= {text: LOOKS[kind] for kind, text in NAMES.items() if kind in kinds}
-    above = 1.04 + _overview_height(lanes) if training else 0.0
-    top = 0.36 + above + large.head
-    foot = top + large.tall + 0.5
+    top = 0.36 + panel.head
+    foot = top + panel.tall + 0.5
     caption = " ".join(filter(None, parts))
     full = LEFT + WIDE + 0.15
     picture, sheet = pictures.open_picture(title, text_table, full, foot + 0.25, caption, Timeline)
     picture.trace = trace
-    if training:
-        _draw_overview(picture, sheet, 0.3, lanes, training)
-        style.write(sheet, LEFT, 0.19 + above, shown, 9, weight="bold")
-    large.draw(picture, sheet, top, xlabel)
+    xlabel = f"time since {here} began (ms)" if timed else "step"
+    panel.draw(picture, sheet, top, xlabel)
     style.draw_key(sheet, LEFT, foot, key)
     return picture
 
@@ -542,16 +458,6 @@ def _say_cut(lanes: Lanes, window: tuple[float, float]) -> str:
             parts.append(f"the {name} {style.significant((high - low) / 1e3)} s ({calls})")
     text = " and ".join(parts)
     return f"Not shown: {text}." if text else ""
-
-
-def _whole_caption(timed: bool, is_median: bool) -> str:
-    """Return what the whole run in small means. is_median: the step was chosen by its duration."""
-    return (
-        "Above: the whole run. Each block is a training step: calls that every rank repeats"
-        + (", and the computing before them." if timed else ".")
-        + (" Under the blocks, the height of a colour is its share of a rank's time." * timed)
-        + f" Below: the dark block in large{', of median duration' if is_median else ''}."
-    )
 
 
 def _caption(panel: Panel) -> str:

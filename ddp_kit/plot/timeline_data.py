@@ -1,18 +1,16 @@
 """What a timeline shows, as plain data: each rank's bars, arrows and links, by steps or in time.
 
-Of a training, also its steps, of which one is drawn in large; and all its numbers as text.
+Of a training, one of its steps; and all its numbers as text.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from operator import attrgetter
-from statistics import median_low
 
 from ddp_kit import settings
 from ddp_kit.error_text import name_ranks
@@ -332,43 +330,23 @@ LASTS = "\N{HORIZONTAL ELLIPSIS}"  # in the steps after the one in which a call 
 
 @dataclass(frozen=True)
 class Training:
-    """The training steps of a run on the axis of its timeline.
+    """What a timeline shows of a training run of `total` steps.
 
-    steps: of each rank, unless it has none. spans: where each step begins and ends.
-    kinds: equal numbers for steps with the same calls. shown: which step is drawn in large; None:
-    what came after the last one, because the run never ended. window: where that begins and ends.
+    label: which step it is, or that it is what came after the last one, because the run never
+    ended. name: the same in short. window: where that begins and ends.
     """
 
-    steps: dict[int, list[TrainingStep]]
-    spans: list[tuple[float, float]]
-    kinds: list[int]
-    shown: int | None
+    total: int
+    label: str
+    name: str
     window: tuple[float, float]
-
-    @property
-    def runs(self) -> list[tuple[int, int]]:
-        """The first and the last of all steps in a row that have the same calls."""
-        rows = itertools.groupby(range(len(self.kinds)), key=self.kinds.__getitem__)
-        return [(row[0], row[-1]) for row in (list(group) for _, group in rows)]
-
-    @property
-    def label(self) -> str:
-        total = len(self.spans)
-        if self.shown is None:
-            return f"After training step {total}, the last that was completed"
-        alike = self.kinds.count(self.kinds[self.shown])
-        text = f"Training step {self.shown + 1:,} of {total:,}"
-        if alike == total:
-            return f"{text}, which all have the same calls"
-        return f"{text}, {f'one of {alike:,}' if alike > 1 else 'the only one'} with these calls"
 
 
 def find_training(trace: Trace, lanes: Lanes, step: int | None) -> Training | None:
-    """Return the training steps that a timeline shows, or None if it shows every event.
+    """Return the training step that a timeline shows, or None if it shows every event.
 
-    step: which one to show, from 0. None: one with the calls that most steps have; in time, the one
-    with the median duration; in a run that never ended, its end. Raises PlotError if there is no
-    such step.
+    step: which one to show, from 0. None: one with the calls that most steps have; in a run that
+    never ended, its end. Raises PlotError if there is no such step.
     """
     if step is None and len(trace.collectives) <= MOST_COLLECTIVES:
         return None
@@ -382,29 +360,22 @@ def find_training(trace: Trace, lanes: Lanes, step: int | None) -> Training | No
                 f"step must be from {-total} to {total - 1}, where 0 is the first training step; "
                 f"got {step!r}"
             )
-    elif total < FEWEST or not (_are_worth(steps) or _are_most(steps, trace)):
+    elif total < FEWEST or not _are_worth(steps):
         return None
-    numbers: dict[tuple, int] = {}
-    kinds = [
-        numbers.setdefault(tuple(_calls(own[i]) for own in steps.values()), len(numbers))
-        for i in range(total)
-    ]
-    spans = [_span(lanes, [own[i] for own in steps.values()]) for i in range(total)]
-    over = spans[-1][1], lanes.limits[1]
+    over = _span(lanes, steps, total - 1)[1], lanes.limits[1]
     last = {rank: own[-1].events[-1].index for rank, own in steps.items()}
     stuck = (event for event in trace if event.never_ended)
     if step is None and over[0] < over[1] and any(e.index > last.get(e.rank, -1) for e in stuck):
-        return Training(steps, spans, kinds, None, over)
+        label = f"After training step {total}, the last that was completed"
+        return Training(total, label, "this part", over)
     if step is None:
-        most = Counter(kinds).most_common(1)[0][0]
+        calls = [tuple(_calls(own[i]) for own in steps.values()) for i in range(total)]
+        usual = Counter(calls).most_common(1)[0][0]
         # The first step may have begun with what a run does only once.
-        alike = [i for i in range(1, total) if kinds[i] == most] or [0]
-        step = alike[0]
-        if lanes.zero is not None:
-            lengths = {i: spans[i][1] - spans[i][0] for i in alike}
-            middle = median_low(lengths.values())
-            step = next(i for i in alike if lengths[i] == middle)
-    return Training(steps, spans, kinds, step % total, spans[step])
+        step = next((i for i in range(1, total) if calls[i] == usual), 0)
+    step %= total
+    label = f"Training step {step + 1:,} of {total:,}"
+    return Training(total, label, "this training step", _span(lanes, steps, step))
 
 
 def _are_worth(steps: dict[int, list[TrainingStep]]) -> bool:
@@ -416,17 +387,12 @@ def _are_worth(steps: dict[int, list[TrainingStep]]) -> bool:
     return bool(ops) and repeats
 
 
-def _are_most(steps: dict[int, list[TrainingStep]], trace: Trace) -> bool:
-    """Return whether there are too many events to draw one by one, and most are in steps."""
-    inside = sum(len(step.events) for own in steps.values() for step in own)
-    return len(trace.collectives) > settings.TIMELINE_MARKS and 2 * inside > len(trace.events)
-
-
 def _calls(step: TrainingStep) -> tuple:
     return tuple((e.op, e.group, e.peer, e.tag, e.inputs, e.outputs) for e in step.events)
 
 
-def _span(lanes: Lanes, ranks: list[TrainingStep]) -> tuple[float, float]:
+def _span(lanes: Lanes, steps: dict[int, list[TrainingStep]], number: int) -> tuple[float, float]:
+    ranks = [own[number] for own in steps.values()]
     if lanes.zero is not None:  # when the last rank begins: steps in a row do not overlap
         begin, end = max(step.begin for step in ranks), max(step.end for step in ranks)
         return (begin - lanes.zero) / 1e6, (end - lanes.zero) / 1e6
@@ -435,28 +401,6 @@ def _span(lanes: Lanes, ranks: list[TrainingStep]) -> tuple[float, float]:
 
 
 # ---- as text
-
-
-def steps_table(title: str, trace: Trace, training: Training) -> str:
-    """Return how many calls each rank made in each training step, before and after them."""
-    own, ranks = training.steps, range(trace.world_size)
-    other: dict[str, list[int]] = {"before": [], "between": [], "after": []}
-    for rank in ranks:
-        indices = [event.index for event in trace if event.rank == rank]
-        inside = [event.index for step in own.get(rank, ()) for event in step.events]
-        first, last = (inside[0], inside[-1]) if inside else (0, math.inf)
-        before, after = sum(i < first for i in indices), sum(i > last for i in indices)
-        other["before"].append(before)
-        other["between"].append(len(indices) - before - after - len(inside) if inside else 0)
-        other["after"].append(after)
-    rows = {name: [name, *map(str, calls)] for name, calls in other.items() if any(calls)}
-    middle = []
-    for first, last in training.runs:
-        name = str(first + 1) if first == last else f"{first + 1} to {last + 1}, each"
-        middle.append([name, *(str(len(own[r][first].events) if r in own else 0) for r in ranks)])
-    early = [rows.pop("before")] if "before" in rows else []
-    header = ["calls in training step", *(f"rank {rank}" for rank in ranks)]
-    return table(title, header, [*early, *middle, *rows.values()])
 
 
 def step_table(title: str, trace: Trace, lanes: Lanes, window: tuple[float, float]) -> str:
