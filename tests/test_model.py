@@ -8,7 +8,11 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
+import ddp_kit as kit
 from ddp_kit import model
 from ddp_kit.errors import ModelError
 from ddp_kit.model import Link
@@ -133,10 +137,42 @@ def per_byte(n, nbytes):
         (3 * MIB, 0.5, [MIB / 2] * 6),
         (100, None, [100]),
         (0, None, []),
+        ([2 * MIB, MIB, MIB], None, [2 * MIB, 2 * MIB]),  # parameters are not cut
+        ([MIB / 2, MIB, MIB], 1, [1.5 * MIB, MIB]),  # closed once the limit is reached
     ],
 )
 def test_buckets_are_worked_out_by_hand(nbytes, bucket_cap_mb, sizes):
     assert model.buckets(nbytes, bucket_cap_mb) == sizes
+
+
+@pytest.mark.parametrize("bucket_cap_mb", [None, 0.5])
+def test_buckets_are_those_of_ddp(bucket_cap_mb):
+    def of_ddp(rank, world_size):
+        layers = [nn.Linear(300, 300) for _ in range(9)]
+        module = nn.Sequential(*layers, nn.Linear(300, 3_000))
+        ready = []
+        for parameter in module.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda p: ready.append(p.grad.nbytes))
+        ddp = DistributedDataParallel(module, bucket_cap_mb=bucket_cap_mb)
+        ddp(torch.ones(1, 300)).sum().backward()  # after it the buckets are formed
+        ready.clear()
+        sent = []
+
+        def note_size(_, bucket):
+            sent.append(bucket.buffer().nbytes)
+            done = torch.futures.Future()
+            done.set_result(bucket.buffer())
+            return done
+
+        ddp.register_comm_hook(None, note_size)
+        ddp(torch.ones(1, 300)).sum().backward()
+        ddp(torch.ones(1, 300))  # a forward logs what the one before has formed
+        logged = ddp._get_ddp_logging_data()["rebuilt_bucket_sizes"]
+        return ready, sent, [int(size) for size in logged.split(", ")]
+
+    for ready, sent, logged in kit.run(of_ddp, world_size=2, backend="gloo"):
+        assert len(ready) == 20
+        assert model.buckets(ready, bucket_cap_mb) == logged == sent
 
 
 @pytest.mark.parametrize(

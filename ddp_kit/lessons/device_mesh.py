@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import ddp_kit as kit
-from ddp_kit.lessons._device_mesh import CHANGES, collectives, main, sent_by_tcp, sum_of_parts
+from ddp_kit.lessons._device_mesh import CHANGES, collectives, main, sent_by_tcp
 from ddp_kit.lessons._launch import run_as_script
 
 

@@ -193,20 +193,30 @@ _ROUNDS: dict[Callable, Callable[[int, float], list[Round]]] = {
 }
 
 
-def buckets(nbytes: float, bucket_cap_mb: float | None = None) -> list[float]:
+def buckets(nbytes: float | Sequence[float], bucket_cap_mb: float | None = None) -> list[float]:
     """Return the bytes of the buckets that DDP cuts gradients into, in the order it sends them.
 
-    They are cut as if parameters were tiny: DDP closes a bucket once it has reached its limit, so
-    it may exceed it by a part of a parameter.
+    As in DDP, from its second backward on: a bucket is closed once it has reached its limit, so it
+    may exceed it by a part of a parameter.
 
-    nbytes: of all gradients together. bucket_cap_mb: the limit of every bucket, in MiB. None, the
-    default of DDP: 1 MiB for the first bucket, so that it is sent early, and 25 MiB for the others.
+    nbytes: of each parameter's gradient, in the order in which they are ready, which is mostly the
+    reverse of their use; or of all together, which are then cut as if parameters were tiny.
+    bucket_cap_mb: the limit of every bucket, in MiB. None, the default of DDP: 1 MiB for the first
+    bucket, so that it is sent early, and 25 MiB for the others.
     """
     if bucket_cap_mb == 0:
         raise ModelError("bucket_cap_mb must be more than 0")
-    check_times(nbytes=nbytes, bucket_cap_mb=bucket_cap_mb or 25)
+    check_times(bucket_cap_mb=bucket_cap_mb or 25)
     limits = (1 * MIB, 25 * MIB) if bucket_cap_mb is None else (bucket_cap_mb * MIB,) * 2
     sizes: list[float] = []
+    if isinstance(nbytes, Sequence):
+        full = True
+        for parameter in nbytes:
+            check_times(nbytes=parameter)
+            sizes = [*sizes, parameter] if full else [*sizes[:-1], sizes[-1] + parameter]
+            full = sizes[-1] >= limits[len(sizes) > 1]
+        return sizes
+    check_times(nbytes=nbytes)
     while nbytes > 0:
         sizes.append(min(nbytes, limits[len(sizes) > 0]))
         nbytes -= sizes[-1]

@@ -208,9 +208,13 @@ MISTAKES = [
         "tree takes as long as predicted",
     ),
     ("one_rank_first.flops_per_token", lambda **sizes: 1, "has the FLOPs of the formula"),
-    ("_device_mesh.sum_of_parts", lambda *_: 2, r"to Shard\(dim=0\) by_hand of"),
+    ("device_mesh.by_hand", lambda *_: {"after": torch.zeros(1)}, "is as DTensor's"),
     ("tensor_parallel.cut_gpt", tensor_parallel.forget, "by hand trains as one process does"),
-    ("_context_parallel.ring_bytes", lambda *sizes: (1, 1), "ring sends 2 bytes"),
+    (
+        "context_parallel.ulysses",
+        lambda q, k, v, *_: q + k.sum() + v.sum(),
+        "Ulysses attends as one",
+    ),
     (
         "experts.train",
         lambda *settings: experts.train(*settings, average=lambda model, mesh: None),

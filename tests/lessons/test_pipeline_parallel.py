@@ -121,10 +121,3 @@ def test_each_rank_holds_as_many_halves_as_the_lesson_says(runs):
 def test_uneven_pieces_are_refused_in_one_sentence():
     with pytest.raises(ValueError, match="24 sequences cannot be cut into 5 equal micro-batches"):
         pp.train(0, 1, "ScheduleInterleaved1F1B", 5)
-
-
-def test_a_backward_needs_the_forward_and_the_gradient_from_the_next_stage():
-    assert pp.needs(("F", 1, 0), 3) == set()
-    assert pp.needs(("B", 1, 2), 3) == {("F", 1, 2), ("I", 1, 3)}
-    assert pp.needs(("I", 1, 3), 3) == {("F", 1, 3)}
-    assert pp.needs(("W", 1, 2), 3) == {("I", 1, 2)}

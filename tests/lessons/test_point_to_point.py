@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 import textwrap
@@ -31,15 +30,6 @@ def define(source: str) -> FunctionType:
     names = {"torch": torch, "dist": dist, "kit": kit, "__name__": "notebook_01"}
     exec(source, names)
     return next(value for value in names.values() if isinstance(value, FunctionType))
-
-
-def in_a_cell(name: str) -> FunctionType:
-    """Return a worker as a cell of the notebook defines it."""
-    for source in sources("code"):
-        if f"def {name}(" in source:
-            tree = ast.parse(source)
-            return define(next(ast.unparse(node) for node in tree.body if node.name == name))
-    raise LookupError(name)
 
 
 def folded(name: str) -> FunctionType:
@@ -74,15 +64,6 @@ def test_the_fix_that_the_notebook_gives_for_receiving_first():
 
 def test_the_notebooks_answer_for_a_tensor_of_any_length():
     assert list(kit.run(folded("any_length"), world_size=2)) == [[0, 1, 2, 3, 4]] * 2
-
-
-def test_taking_turns_works_on_three_ranks_as_the_notebook_answers():
-    takes = {}
-    for world_size in (3, 4):
-        result = kit.run(in_a_cell("take_turns"), world_size=world_size)
-        assert list(result) == [10 * (rank - 1) % (10 * world_size) for rank in range(world_size)]
-        takes[world_size] = len(repr(kit.plot.timeline(result)).splitlines()) - 2
-    assert takes == {3: 3, 4: 2}  # steps; two lines are the title and the head
 
 
 def immediate_with(*changes: tuple[str, str]) -> FunctionType:
