@@ -29,6 +29,7 @@ from ddp_kit.check.grader import (
     UNCHANGED,
     Grader,
     by_size,
+    called_with,
     exercise,
     filled,
     name_counts,
@@ -266,7 +267,7 @@ def asked(
     number: str,
     form: str,
     cases: Iterable[tuple],
-    part: Callable[..., str],
+    part: Callable[..., str] = lambda *given: "in every case",
     exact: bool = False,
     **about: Any,
 ) -> None:
@@ -288,12 +289,6 @@ def asked(
     def ask(rank: int, world_size: int, answer: Callable, *given: Any) -> Any:
         found = answer(*given)
         return found if exact else as_float(found)
-
-
-def called_with(name: str, given: Iterable[Any]) -> str:
-    """Return a call as text, with few digits."""
-    shown = (f"{each:g}" if isinstance(each, float) else repr(each) for each in given)
-    return f"{name}({', '.join(shown)})"
 
 
 def as_float(value: Any) -> Any:

@@ -318,9 +318,7 @@ class Grader:
 
     def ask(self, *arguments: Any) -> Any:
         """Return what the answer returns for these arguments on one rank."""
-        name = self.form.partition("(")[0]
-        shown = (f"{each:g}" if isinstance(each, float) else repr(each) for each in arguments)
-        return self.call([arguments], f"{name}({', '.join(shown)})")[0]
+        return self.call([arguments], called_with(self.form.partition("(")[0], arguments))[0]
 
     def compare(
         self,
@@ -450,6 +448,12 @@ def only_message(error: E) -> E:
     # IPython calls this.
     error._render_traceback_ = lambda: [f"{type(error).__name__}: {error}"]  # type: ignore[attr-defined]
     return error
+
+
+def called_with(name: str, given: Iterable[Any]) -> str:
+    """Return a call as text, with few digits."""
+    shown = (f"{each:g}" if isinstance(each, float) else repr(each) for each in given)
+    return f"{name}({', '.join(shown)})"
 
 
 def by_size(sizes: Sequence[int], noun: str = "rank") -> Callable[[int], str]:

@@ -8,12 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ddp_kit.check.compared import alone, hunt
+from ddp_kit.check.compared import alone, asked, hunt
 from ddp_kit.lessons._gpt import Config, batches, make_gpt
 from ddp_kit.lessons.one_rank_first import Kept
-
-KINDS_OF_MODELS = (2, 64, 64, 128), (12, 768, 1024, 50_257), (4, 128, 65_536, 256)
-BLOCKS = (384, 64, 4, 4), (1, 32, 2, 4), (100, 4096, 32, 2)  # tokens, width, heads, bytes
 
 
 def _numbers(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -37,14 +34,18 @@ def _attention(attention_cls: Callable) -> torch.Tensor:
     return attention.double()(_numbers(2, 5, 64).double()).detach()
 
 
-@alone("13.b", "flops_per_token(layers, width, context, vocabulary)", "for three models")
-def _flops(count: Callable) -> dict:
-    return {f"flops_per_token{each}": float(count(*each)) for each in KINDS_OF_MODELS}
-
-
-@alone("13.c", "layer_keeps(tokens, width, heads, size)", "for three blocks")
-def _bytes(count: Callable) -> dict:
-    return {f"layer_keeps{each}": float(count(*each)) for each in BLOCKS}
+asked(
+    "13.b",
+    "flops_per_token(layers, width, context, vocabulary)",
+    [(2, 64, 64, 128), (12, 768, 1024, 50_257), (4, 128, 65_536, 256)],
+    where="for three models",
+)
+asked(
+    "13.c",
+    "layer_keeps(tokens, width, heads, size)",
+    [(384, 64, 4, 4), (1, 32, 2, 4), (100, 4096, 32, 2)],
+    where="for three blocks",
+)
 
 
 @alone("13.d", "accumulate(model, inputs, targets, micro_batches)", "with 2 and 6 micro-batches")

@@ -7,7 +7,7 @@ from itertools import product
 
 import torch
 
-from ddp_kit.check.compared import Used, alone, by_rank, compared
+from ddp_kit.check.compared import Used, asked, by_rank, compared
 from ddp_kit.check.grader import SENT, SIZES, UNCHANGED, Grader, brought, drawn, in_place
 from ddp_kit.check.record import Score, on_a_wire, record
 from ddp_kit.errors import DeadlockError, MismatchError
@@ -47,10 +47,11 @@ def _gather_chunks(rank: int, world_size: int, gather_chunks: Callable) -> torch
     return tensor
 
 
-@alone("4.d", "break_even(n, alpha, beta)")
-def _break_even(break_even: Callable) -> dict[str, float]:
-    asked = ((4, 50e-6, 1e-10), (3, 2e-6, 1e-10), (100, 50e-6, 1e-8), (2, 50e-6, 1e-10))
-    return {f"break_even{numbers}": float(break_even(*numbers)) for numbers in asked}
+asked(
+    "4.d",
+    "break_even(n, alpha, beta)",
+    [(4, 50e-6, 1e-10), (3, 2e-6, 1e-10), (100, 50e-6, 1e-8), (2, 50e-6, 1e-10)],
+)
 
 
 def _piece_lengths(n: int, alike: bool) -> list[int]:

@@ -11,8 +11,8 @@ from collections.abc import Callable
 import torch
 
 from ddp_kit import model
-from ddp_kit.check.compared import Used, alone, as_float, asked, called_with, compared
-from ddp_kit.check.grader import Grader
+from ddp_kit.check.compared import Used, alone, as_float, asked, compared
+from ddp_kit.check.grader import Grader, called_with
 from ddp_kit.check.record import Score, Span, record
 from ddp_kit.errors import ModelError
 from ddp_kit.model.transformer import LLAMA_70B

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from ddp_kit.check.compared import alone, asked, called_with, compared
-from ddp_kit.check.grader import Grader, only
+from ddp_kit.check.compared import alone, asked, compared
+from ddp_kit.check.grader import Grader, called_with, only
 from ddp_kit.check.record import Score, Span, record
 from ddp_kit.error_text import count
 from ddp_kit.model import DGX_H100, FP32, MIXED, Plan, Precision, Transformer
