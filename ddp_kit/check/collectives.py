@@ -60,7 +60,6 @@ def _sum_by_parity(rank: int, world_size: int, sum_by_parity: Callable) -> torch
     "2.1",
     "broadcast(tensor, src)",
     "from every src",
-    sizes=SIZES,
     cases=[(n, src) for n in SIZES for src in range(n)],
     part=lambda pair: "every other src" if pair[1] else "src=0",
     call=lambda n, src: f"broadcast(tensor, src={src})",
@@ -78,7 +77,6 @@ def _messages_and_rounds(trace: Trace, n: int) -> list[Used]:
     "2.2",
     "tree_reduce(tensor)",
     "in 0, 1, 2, 2 and 3 rounds",
-    sizes=SIZES,
     together=lambda result: list(result)[:1],
     **IN_MESSAGES | {"others": (SENT, ROUNDS), "used": _messages_and_rounds},
 )
@@ -90,7 +88,6 @@ def _tree_reduce(rank: int, n: int, tree_reduce: Callable) -> torch.Tensor:
     "2.3",
     "all_gather(pieces, tensor)",
     "each piece came to each rank once",
-    sizes=SIZES,
     **IN_MESSAGES,
 )
 def _all_gather(rank: int, n: int, all_gather: Callable) -> list[torch.Tensor]:
@@ -104,7 +101,6 @@ def _all_gather(rank: int, n: int, all_gather: Callable) -> list[torch.Tensor]:
     "2.4",
     "gather(tensor, dst)",
     "to every dst, also for an empty tensor",
-    sizes=SIZES,
     cases=[(n, dst) for n in SIZES for dst in range(n)],
     part=lambda pair: "every other dst" if pair[1] else "dst=0",
     call=lambda n, dst: f"gather(tensor, dst={dst})",

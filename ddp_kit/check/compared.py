@@ -114,7 +114,7 @@ class Comparison:
             part = one.part if one.part in grader.parts else ""
             fact = f"right, but {one}: {enough}"
             grader.fail(fact, hint=self.mistake(learners, case), part=part)
-        if self.spare and _amount(right) and not _amount(learners):
+        if self.spare and case[0] > 1 and _amount(right) and not _amount(learners):
             grader.fail("right, but no rank sent anything to another", hint="nothing sent")
 
     def mistake(self, learners: Outcome, case: tuple) -> str:
@@ -188,7 +188,12 @@ def in_messages(trace: Trace, *case: Any) -> list[Used]:
 
 
 # What is said of an exercise in which ranks may send messages alone, and no more than needed.
-IN_MESSAGES: dict[str, Any] = {"collectives": False, "used": in_messages, "spare": 1}
+IN_MESSAGES: dict[str, Any] = {
+    "collectives": False,
+    "used": in_messages,
+    "spare": 1,
+    "sizes": SIZES,
+}
 
 
 def in_collectives(trace: Trace, *case: Any) -> list[Used]:

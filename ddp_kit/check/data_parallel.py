@@ -132,8 +132,7 @@ ON_SHARDS: dict[str, Any] = {
     "scatter_batch(batch, sizes, width)",
     "one message for each rank but the first",
     call=lambda n, *sizes: f"scatter_batch(batch, {list(sizes)}, {WIDTH})",
-    **ON_SHARDS,
-    **IN_MESSAGES,
+    **IN_MESSAGES | ON_SHARDS,
 )
 def _scatter_batch(rank: int, n: int, scatter_batch: Callable, *sizes: int) -> torch.Tensor:
     return scatter_batch(None if rank else _batch(sum(sizes)), list(sizes), WIDTH)

@@ -28,10 +28,9 @@ for _number, _name in (("1.a", "take_turns"), ("1.b", "immediate"), ("1.c", "exc
     "1.1",
     "ping_pong(counter, rounds)",
     "two messages a round",
-    sizes=(2, 3, 5),
     cases=[(n, rounds) for n in (2, 3, 5) for rounds in (1, 3)],
     call=lambda n, rounds: f"ping_pong(counter, rounds={rounds})",
-    **IN_MESSAGES,
+    **IN_MESSAGES | {"sizes": (2, 3, 5)},
 )
 def _ping_pong(rank: int, n: int, ping_pong: Callable, rounds: int) -> torch.Tensor:
     return in_place(rank, n, ping_pong, [torch.tensor([100 * r]) for r in range(n)], rounds)
@@ -63,7 +62,6 @@ def _shift(rank: int, n: int, shift: Callable, distance: int) -> dict:
     "1.3",
     "running_sum(tensor)",
     "one message from each rank but the last",
-    sizes=SIZES,
     **IN_MESSAGES,
 )
 def _running_sum(rank: int, n: int, running_sum: Callable) -> torch.Tensor:
@@ -74,7 +72,6 @@ def _running_sum(rank: int, n: int, running_sum: Callable) -> torch.Tensor:
     "1.4",
     "stream(items)",
     "also for an empty list",
-    sizes=SIZES,
     cases=[(n, *items) for n in SIZES for items in ((3, 1, 4), ())],
     call=lambda n, *items: f"stream({list(items)})",
     **IN_MESSAGES,
@@ -102,7 +99,6 @@ def _messages(trace: Trace, *case: Any) -> list[Used]:
     "distribute(tasks, work)",
     "each task done once, by whoever is free",
     kind="function",
-    sizes=(1, 2, 3, 4),
     cases=[
         *((2, *_TASKS[:3]), (3, *_TASKS[:6]), (4, *_TASKS)),
         *((3, *_ANY), (4, *_ANY[:1]), (2,), (1, *_ANY)),
@@ -110,7 +106,7 @@ def _messages(trace: Trace, *case: Any) -> list[Used]:
     part=lambda case: f"on {case[0]} ranks" if case[1:2] == _TASKS[:1] else "any tasks",
     call=lambda n, *tasks: f"distribute({list(tasks)}, work)",
     together=_done_by_all,
-    **IN_MESSAGES | {"used": _messages},
+    **IN_MESSAGES | {"used": _messages, "sizes": (1, 2, 3, 4)},
 )
 def _work(rank: int, world_size: int, distribute: Callable, *tasks: int) -> dict[str, Any]:
     """Call an answer with a `work` in which all ranks but the last wait in their first task.

@@ -395,7 +395,6 @@ def _on_sockets(rank: int, world_size: int, all_reduce: Callable, held: list) ->
     "µs",
     (1000, 780, 735),
     along="µs",
-    collectives=False,
 )
 def _all_reduce_on_two_sockets(grader: Grader) -> Score:
     held = drawn(SOCKETS, _COUNT)
