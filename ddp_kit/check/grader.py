@@ -327,12 +327,11 @@ class Grader:
         hints: str | Mistakes,
         verb: str = "hold",
         place: str = "",
-        part: str = "",
     ) -> None:
         """Fail unless each rank's value is what it should be.
 
         wanted, found: a value for each rank. verb: "hold" or "return". place: where the value
-        is, for the message, as in " in weight.grad". part: see `fail`.
+        is, for the message, as in " in weight.grad".
         """
         found = list(found)
         wrong = [
@@ -342,7 +341,7 @@ class Grader:
             if not same(want, have)
         ]
         if wrong:
-            self.fail("wrong result", *wrong, hint=_hint_for(found, hints), part=part)
+            self.fail("wrong result", *wrong, hint=_hint_for(found, hints))
 
     def check_sent(self, most: int, hint: str) -> None:
         """Fail if a rank sent more bytes, by whatever calls."""
@@ -542,10 +541,10 @@ def own_group(rank: int, world_size: int) -> dist.ProcessGroup:
     return [dist.new_group([member]) for member in range(world_size)][rank]
 
 
-def open_store(path: str, world_size: int, limit: timedelta) -> dist.Store:
-    """Return the store of all ranks in a file. limit: of the wait for a key."""
-    store = dist.FileStore(path, world_size)
-    store.set_timeout(limit)
+def open_store(folder: Path, world_size: int) -> dist.Store:
+    """Return the store of all ranks in a folder, which must outlive it."""
+    store = dist.FileStore(f"{folder}/store", world_size)
+    store.set_timeout(STORE_LIMIT)
     return store
 
 

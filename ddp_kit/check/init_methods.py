@@ -311,15 +311,14 @@ def _meet(rank: int, n: int, meet: Callable) -> dict:
     cases = {"all come in time": (n, n), "one is too many": (n - 1, n), "one is late": (n, n - 1)}
     found = {}
     for name, case in cases.items():
-        with shared_folder(rank) as folder:  # it must outlive the stores in it
-            came = _come(rank, n, meet, f"{folder}/store", *case)
+        with shared_folder(rank) as folder:
+            came = _come(rank, meet, open_store(folder, n), *case)
             found[f"{name}: the generation, the rank and the world size"] = came
     return found
 
 
-def _come(rank: int, n: int, meet: Callable, path: str, most: int, in_time: int) -> Any:
+def _come(rank: int, meet: Callable, store: Any, most: int, in_time: int) -> Any:
     """Return what an answer returns if so many ranks come in time, one after the other."""
-    store = open_store(path, n, STORE_LIMIT)
 
     def come() -> None:
         if rank:

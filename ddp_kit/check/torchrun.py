@@ -19,7 +19,6 @@ from torch import nn
 from ddp_kit.check.compared import alone, compared, hunt, in_parts
 from ddp_kit.check.grader import (
     SIZES,
-    STORE_LIMIT,
     by_size,
     name_counts,
     only,
@@ -89,7 +88,7 @@ def _resume(rank: int, n: int, resume: Callable, part: str) -> dict[str, Any]:
 )
 def _ranks_here(rank: int, n: int, ranks_here: Callable) -> Any:
     with shared_folder(rank) as folder:
-        return ranks_here(open_store(f"{folder}/store", n, STORE_LIMIT), rank, LOCAL_SIZES[rank])
+        return ranks_here(open_store(folder, n), rank, LOCAL_SIZES[rank])
 
 
 hunt("11.9")
