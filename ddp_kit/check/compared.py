@@ -94,7 +94,7 @@ class Comparison:
     otherwise: Callable[..., str] | None
 
     def grade(self, grader: Grader, *case: Any) -> None:
-        """Fail if an answer does not do what the solution does, sends more bytes, or sends none."""
+        """Fail if an answer does not do what the solution does, uses more, or sends nothing."""
         result = grader.run(
             self.worker,
             *case[1:],
@@ -302,9 +302,7 @@ def as_float(value: Any) -> Any:
     return float(value) if is_number else value
 
 
-def in_parts(
-    *others: str, sizes: Sequence[int] = SIZES, spare: float | None = None
-) -> dict[str, Any]:
+def in_parts(*others: str, sizes: Sequence[int] = SIZES) -> dict[str, Any]:
     """Return an exercise's cases, numbers of ranks and parts: one by the ranks, and these others.
 
     Each of the others is what the worker gets after the answer, and "" for the part by the ranks.
