@@ -10,7 +10,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from ddp_kit.check.compared import MANY, alone, compared, in_collectives
+from ddp_kit.check.compared import MANY, alone, compared
 from ddp_kit.check.grader import SIZES, Grader, brought, exercise, in_place
 
 ROUNDS, WARM_UP = 4, 100.0  # seconds of a clock that the grader sets
@@ -63,8 +63,6 @@ def _range(case: tuple[int, bool]) -> str:
     sizes=SIZES,
     cases=[(n, huge) for n in SIZES for huge in (False, True)],
     part=_range,
-    used=in_collectives,
-    spare=1,
 )
 def _compressed_all_reduce(rank: int, n: int, all_reduce: Callable, huge: bool) -> torch.Tensor:
     held = [torch.full((3,), HUGE)] * n if huge else brought(n, 8)

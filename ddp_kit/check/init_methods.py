@@ -157,13 +157,16 @@ def _barrier(rank: int, _: int, barrier: Callable, n: int, part: str) -> dict[st
 class _Roll(ScriptedStore):
     """A store in which time goes by for those who wait. seconds: so much, of this clock."""
 
-    seconds = 0.0
+    seconds, limit = 0.0, STORE_LIMIT
 
-    def wait(self, keys: list[str], limit: timedelta = STORE_LIMIT) -> None:
+    def set_timeout(self, limit: timedelta) -> None:
+        self.limit = limit
+
+    def wait(self, keys: list[str], *limit: timedelta) -> None:
         try:
             super().wait(keys)
         except RuntimeError:
-            self.seconds += limit.total_seconds()
+            self.seconds += (*limit, self.limit)[0].total_seconds()
             raise
 
     def sleep(self, seconds: float) -> None:
@@ -192,7 +195,8 @@ def _who_is_missing(rank: int, _: int, answer: Callable, n: int, part: str, *abs
     store = _Roll()
     store.set("here/0", "")
     store.later = lambda: [store.set(f"here/{r}", "") for r in range(1, n) if r not in absent]
-    with patch.multiple(time, sleep=store.sleep, monotonic=store.now, time=store.now):
+    clocks = dict.fromkeys(("monotonic", "perf_counter", "time"), store.now)
+    with patch.multiple(time, sleep=store.sleep, **clocks):
         found = answer(store, n, SECONDS)
     if part:  # of a single rank, each way takes as long
         limit = SECONDS * max(1, len(absent)) if len(absent) != 1 else math.inf
