@@ -41,7 +41,7 @@ FACTS = {
     "4.2 sent whole": "on 2 ranks: right, but rank 0 sent a message of 120 bytes: 40 are enough\n",
     "4.2 waits for all": "pipelined_ring(tensor of 60, pieces=3) on 2 ranks: right, but rank 0 "
     "waited for 3 pieces before it passed on the first: 1 is enough\n",
-    "4.3 slow if small": "alpha=5e-05, beta=1e-09) on 4 ranks: right, but it takes 306 microseconds "
+    "4.3 slow if small": "beta=1e-09) on 4 ranks: right, but it takes 306 microseconds "
     "on this wire: 108 are enough, and 113 are allowed\n",
     "4.4 no goal": "rounds where at most 6 are the first goal",
     "5.1 rank chooses gpu": "place(environ, gpus=2), 2 hosts on 4 ranks: wrong result\nrank 2 "
