@@ -7,7 +7,8 @@ import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -146,16 +147,6 @@ class Work:
         return self.done
 
 
-class Operation(NamedTuple):
-    """An element of the list for `batch_isend_irecv`."""
-
-    op: Callable[..., Work]
-    tensor: torch.Tensor
-    peer: int
-    group: Any = None
-    tag: int = 0
-
-
 class Ranks:
     """Runs a function on every rank, one step of one rank after the other."""
 
@@ -269,8 +260,10 @@ class Ranks:
             irecv(tensor, src, *args, **more).wait()
             return src
 
-        def batch(operations: Sequence[Operation]) -> list[Work]:
-            return [each.op(each.tensor, each.peer, tag=each.tag) for each in operations]
+        def operation(
+            op: Callable, tensor: Any, peer: int, group: Any = None, tag: int = 0
+        ) -> Callable[[], Work]:
+            return partial(op, tensor, peer, tag=tag)
 
         with patch.multiple(
             dist,
@@ -278,8 +271,8 @@ class Ranks:
             irecv=irecv,
             send=lambda *args, **more: isend(*args, **more).wait() and None,
             recv=recv,
-            P2POp=Operation,
-            batch_isend_irecv=batch,
+            P2POp=operation,
+            batch_isend_irecv=lambda operations: [start() for start in operations],
             get_rank=lambda group=None: self._own,
             get_world_size=lambda group=None: self._world_size,
         ):

@@ -10,8 +10,8 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from ddp_kit.check.compared import MANY, compared
-from ddp_kit.check.grader import SENT, SIZES, UNCHANGED, Grader, brought, exercise, in_place, same
+from ddp_kit.check.compared import MANY, alone, compared
+from ddp_kit.check.grader import SIZES, Grader, brought, exercise, in_place
 
 ROUNDS, WARM_UP = 4, 100.0  # seconds of a clock that the grader sets
 HUGE = 2.0**17  # beyond float16, and exact in bfloat16, as are its multiples up to 5
@@ -56,26 +56,17 @@ def _range(case: tuple[int, bool]) -> str:
     return "numbers beyond 65,504, where float16 ends" if case[1] else "small numbers"
 
 
-@exercise(
+@compared(
     "10.3",
     "compressed_all_reduce(tensor)",
     "with two bytes for each number",
+    sizes=SIZES,
     cases=[(n, huge) for n in SIZES for huge in (False, True)],
-    others=(SENT,),
     part=_range,
 )
-def _compressed_all_reduce(grader: Grader, world_size: int, huge: bool) -> None:
-    held = [torch.full((3,), HUGE)] * world_size if huge else brought(world_size, 8)
-    found = list(grader.run(in_place, held, world_size=world_size))
-    total = sum(held[1:], held[0])
-    mistakes = {
-        "float16": any(torch.isinf(each).any() for each in found),
-        UNCHANGED: world_size > 1 and same(held, found),
-        "divided": total / world_size,
-        "not the sum": True,
-    }
-    grader.compare([total] * world_size, found, mistakes)
-    grader.check_collectives(2 * total.numel(), "too many bytes")
+def _compressed_all_reduce(rank: int, n: int, all_reduce: Callable, huge: bool) -> torch.Tensor:
+    held = [torch.full((3,), HUGE)] * n if huge else brought(n, 8)
+    return in_place(rank, n, all_reduce, held)
 
 
 @compared("10.9", "TopK(k)", kind="function")
@@ -126,8 +117,8 @@ def _measure_sizes(rank: int, world_size: int, measure: Callable) -> dict:
     return {f"the seconds of {size}": each for size, each in zip(sizes, samples, strict=True)}
 
 
-@compared("10.c", "fit_by_hand(points)", sizes=(1,))
-def _fit_by_hand(rank: int, world_size: int, fit_by_hand: Callable) -> dict:
+@alone("10.c", "fit_by_hand(points)")
+def _fit_by_hand(fit_by_hand: Callable) -> dict:
     found = {}
     for alpha, beta in ((2e-4, 5e-10), (1e-6, 1e-9)):
         points = [(n, (alpha + beta * n) * (1.2 if n == 4000 else 1)) for n in (4, 4000, 4_000_000)]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from ddp_kit.check.compared import compared, hunt
+from ddp_kit.check.compared import IN_MESSAGES, Used, compared, hunt, in_messages
 from ddp_kit.check.grader import (
     SENT,
     SIZES,
@@ -20,7 +19,6 @@ from ddp_kit.check.grader import (
     drawn,
     exercise,
     in_place,
-    same,
     unknown,
 )
 from ddp_kit.check.record import Score, Span, record, rounds
@@ -58,93 +56,59 @@ def _sum_by_parity(rank: int, world_size: int, sum_by_parity: Callable) -> torch
     return sum_by_parity(torch.tensor([10.0**rank, rank + 1]))
 
 
-@exercise(
+@compared(
     "2.1",
     "broadcast(tensor, src)",
     "from every src",
-    collectives=False,
     cases=[(n, src) for n in SIZES for src in range(n)],
-    others=(SENT,),
     part=lambda pair: "every other src" if pair[1] else "src=0",
+    call=lambda n, src: f"broadcast(tensor, src={src})",
+    **IN_MESSAGES,
 )
-def _broadcast(grader: Grader, world_size: int, src: int) -> None:
-    held = brought(world_size, 5)
-    case = f"broadcast(tensor, src={src})"
-    result = grader.run(in_place, held, src, world_size=world_size, case=case)
-    mistakes = {UNCHANGED: held, "always rank 0": True}
-    grader.compare([held[src]] * world_size, result, mistakes)
-    others = world_size - 1
-    grader.check_total_sent(others, 20 * others, "received twice")
+def _broadcast(rank: int, n: int, broadcast: Callable, src: int) -> torch.Tensor:
+    return in_place(rank, n, broadcast, brought(n, 5), src)
 
 
-@exercise(
+def _messages_and_rounds(trace: Trace, n: int) -> list[Used]:
+    return [*in_messages(trace), Used("it takes {}", rounds(trace).value, "round", ROUNDS)]
+
+
+@compared(
     "2.2",
     "tree_reduce(tensor)",
     "in 0, 1, 2, 2 and 3 rounds",
-    collectives=False,
-    others=(SENT, ROUNDS),
+    together=lambda result: list(result)[:1],
+    **IN_MESSAGES | {"others": (SENT, ROUNDS), "used": _messages_and_rounds},
 )
-def _tree_reduce(grader: Grader, world_size: int) -> None:
-    held = brought(world_size, 5)
-    result = grader.run(in_place, held, world_size=world_size)
-    mistakes = {
-        UNCHANGED: same(held, list(result)),
-        "upwards": held[:1],
-        "own numbers lost": tuple([other] for other in held[1:]),
-        "not once": world_size == 2,
-        "no partner": True,
-    }
-    grader.compare([sum(held[1:], held[0])], result.values[:1], mistakes)
-    others = world_size - 1
-    grader.check_total_sent(others, 20 * others, "sent twice")
-    needed, most = int(rounds(result.trace).value), math.ceil(math.log2(world_size))
-    if needed > most:
-        grader.fail(
-            f"right, but it takes {count(needed, 'round')} where {most} would be enough",
-            hint="too many rounds",
-            part=ROUNDS,
-        )
+def _tree_reduce(rank: int, n: int, tree_reduce: Callable) -> torch.Tensor:
+    return in_place(rank, n, tree_reduce, brought(n, 5))
 
 
-@exercise(
+@compared(
     "2.3",
     "all_gather(pieces, tensor)",
     "each piece came to each rank once",
-    collectives=False,
-    others=(SENT,),
+    **IN_MESSAGES,
 )
-def _all_gather(grader: Grader, world_size: int) -> None:
-    held = brought(world_size, 3)
-    result = grader.run(_gather_all, held, world_size=world_size)
-    grader.compare([held] * world_size, result, "wrong piece")
-    messages = world_size * (world_size - 1)
-    grader.check_total_sent(messages, 12 * messages, "too many bytes")
-
-
-def _gather_all(rank: int, world_size: int, all_gather: Callable, held: list) -> list:
+def _all_gather(rank: int, n: int, all_gather: Callable) -> list[torch.Tensor]:
+    held = brought(n, 3)
     pieces = [torch.full_like(tensor, -1) for tensor in held]
     all_gather(pieces, held[rank])
     return pieces
 
 
-@exercise(
+@compared(
     "2.4",
     "gather(tensor, dst)",
     "to every dst, also for an empty tensor",
-    collectives=False,
     cases=[(n, dst) for n in SIZES for dst in range(n)],
-    others=(SENT,),
     part=lambda pair: "every other dst" if pair[1] else "dst=0",
+    call=lambda n, dst: f"gather(tensor, dst={dst})",
+    **IN_MESSAGES,
 )
-def _gather(grader: Grader, world_size: int, dst: int) -> None:
-    lengths = (2, 0, 3, 1, 5)  # an empty tensor is among them
-    held = [t[:n] for t, n in zip(brought(world_size, 5), lengths, strict=False)]
-    found = grader.call([(tensor, dst) for tensor in held], f"gather(tensor, dst={dst})")
-    wanted = [held if rank == dst else None for rank in range(world_size)]
-    grader.compare(wanted, found, "wrong list", verb="return")
-    others = world_size - 1
-    numbers = sum(len(tensor) for rank, tensor in enumerate(held) if rank != dst)
-    grader.check_total_sent(2 * others, 8 * others + 4 * numbers, "too many messages")
+def _gather(rank: int, n: int, gather: Callable, dst: int) -> list[torch.Tensor] | None:
+    length = (2, 0, 3, 1, 5)[rank]  # an empty tensor is among them
+    return gather(brought(n, 5)[rank][:length], dst)
 
 
 @exercise(
@@ -161,7 +125,8 @@ def _barrier(grader: Grader, world_size: int) -> None:
         grader.fail("a rank may leave too early", *early, hint="leaves early")
     # All ranks send to all others, or a token goes round twice.
     most = max(2 * world_size, world_size * (world_size - 1)) if world_size > 1 else 0
-    grader.check_total_sent(most, 64 * most, "too many messages")
+    sent = len(grader.result.trace.messages())
+    grader.check_at_most("", sent, most, "message", "too many messages")
 
 
 def known_at_the_end(trace: Trace) -> list[set[int]]:

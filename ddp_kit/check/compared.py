@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import ast
 import io
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from functools import cache
@@ -25,9 +24,12 @@ from typing import Any, NamedTuple
 from ddp_kit.check.grader import (
     FAILURES,
     SENT,
+    SIZES,
     TIMEOUT,
+    UNCHANGED,
     Grader,
     by_size,
+    called_with,
     exercise,
     filled,
     name_counts,
@@ -36,26 +38,37 @@ from ddp_kit.check.grader import (
 from ddp_kit.check.hints import hints, solutions
 from ddp_kit.error_text import count
 from ddp_kit.pool import Result, run
+from ddp_kit.trace import Trace
 
 SPARE = 1.5  # times the bytes of the solution: there is more than one right answer
 MANY = 8.0  # the same, where wider numbers and whole objects are fine
+OTHER = "otherwise"  # the mistake behind all results that no known one has
 HUNTED = "train(rank, world_size)"
 Worker = Callable[..., Any]
 
 
+class Used(NamedTuple):
+    """What a run used: "rank 1 sent {}" for its words. part: does not hold if that is too much.
+
+    spare: how many times as much as the solution an answer may use, if not that of the exercise.
+    """
+
+    words: str
+    amount: float
+    noun: str = "byte"
+    part: str = SENT
+    spare: float | None = None
+
+    def __str__(self) -> str:
+        return self.words.format(count(round(self.amount), self.noun))
+
+
 class Outcome(NamedTuple):
-    """What an answer did: how it failed, or each rank's value and the bytes that it sent."""
+    """What an answer did: how it failed and where it waited, or what is compared and was used."""
 
     failed: list[str]
     values: list[Any]
-    sent: list[int]
-
-
-class Counted(NamedTuple):
-    """Which messages count, in words such as " to other hosts", and for one of them and a case."""
-
-    words: str
-    is_one: Callable[..., bool]
+    used: list[Used]
 
 
 @dataclass(frozen=True)
@@ -63,9 +76,10 @@ class Comparison:
     """How the answers to an exercise are compared.
 
     name: of the function or class that is the answer. worker: returns what must be as with the
-    solution. spare: how many times the bytes of the solution a rank may send; None for any number.
-    counted: the messages that count; None for all that is sent. call: returns the call in a case,
-    for messages; None for the form.
+    solution. spare: how many times as much as the solution an answer may use; None for any amount.
+    used: returns what a trace and a case have used. together: returns what is compared of a
+    result, if not each rank's value. call: returns the call in a case, for messages; None for the
+    form. otherwise: returns the mistake in a case that no known one explains.
 
     A case is the number of ranks, and what the worker gets after the answer.
     """
@@ -74,11 +88,13 @@ class Comparison:
     name: str
     worker: Worker
     spare: float | None
-    counted: Counted | None
+    used: Callable[..., list[Used]]
+    together: Callable[[Result], list[Any]]
     call: Callable[..., str] | None
+    otherwise: Callable[..., str] | None
 
     def grade(self, grader: Grader, *case: Any) -> None:
-        """Fail if an answer does not do what the solution does, sends more bytes, or sends none."""
+        """Fail if an answer does not do what the solution does, uses more, or sends nothing."""
         result = grader.run(
             self.worker,
             *case[1:],
@@ -90,63 +106,105 @@ class Comparison:
         if not same(right.values, learners.values):
             mistake = self.mistake(learners, case)
             for key in _keys(right.values, learners.values):
-                wanted, found = ([value[key] for value in v] for v in (right.values, result))
+                wanted, found = ([each[key] for each in one.values] for one in (right, learners))
                 grader.compare(wanted, found, mistake, place=f" in {key}")
-            grader.compare(right.values, result, mistake, verb="return")
-        for rank, (sent, most) in enumerate(zip(learners.sent, self.most(case), strict=True)):
-            if sent > most:
-                enough = right.sent[rank]
-                fact = f"right, but rank {rank} sent {count(sent, 'byte')}"
-                fact += f"{self.counted.words if self.counted else ''}: {enough:,} are enough"
-                fact += f", and {most:,} are allowed" * (most > enough)
-                part = SENT if SENT in grader.parts else ""
-                grader.fail(fact, hint=self.mistake(learners, case), part=part)
-        if self.spare and sum(right.sent) and not sum(learners.sent):
+            verb = "return" if _returns(self.number) else "hold"
+            grader.compare(right.values, learners.values, mistake, verb=verb)
+        for one, enough in self._too_much(learners, case):
+            part = one.part if one.part in grader.parts else ""
+            fact = f"right, but {one}: {enough}"
+            grader.fail(fact, hint=self.mistake(learners, case), part=part)
+        if self.spare and case[0] > 1 and _amount(right) and not _amount(learners):
             grader.fail("right, but no rank sent anything to another", hint="nothing sent")
 
     def mistake(self, learners: Outcome, case: tuple) -> str:
         """Return the mistake with which a wrong answer does the same; "" if none fits."""
-        too_much = self._sends_too_much(learners, case)
-        names = programs(self.number).keys() - ({"", "as before"} if learners.failed else {""})
-        own_first = sorted(names, key=lambda name: (name in hints(), name))
+        too_much = self._parts_with_too_much(learners, case)
+        ended = {UNCHANGED, "as before"} if learners.failed else set()
+        names = programs(self.number, self.name).keys() - {""} - ended
+        expected = self.otherwise(*case) if self.otherwise else ""
+        own_first = sorted(names, key=lambda n: (n != expected, n in hints(), n == OTHER, n))
         known = {name: outcome(self, name, case) for name in own_first}
         found = {
             name: one
             for name, one in known.items()
-            if same(one[:2], learners[:2]) and self._sends_too_much(one, case) == too_much
+            if same(one[:2], learners[:2]) and self._parts_with_too_much(one, case) == too_much
         }
-        as_much = (name for name, one in found.items() if one.sent == learners.sent)
+        as_much = (name for name, one in found.items() if one.used == learners.used)
         if name := next(as_much, next(iter(found), "")):
             return name
         right = outcome(self, "", case).values
-        other = "too many bytes" if same(right, learners.values) else "otherwise"
+        other = "too many bytes" if same(right, learners.values) else OTHER
         if learners.failed:
             other = "fails"
         elif _forms(right) != _forms(learners.values):
             other = "another form"
         if {other, f"{self.number} {other}"} & hints().keys():
             return other
-        return "unknown" if other == "otherwise" else ""
+        return (expected or "unknown") if other == OTHER else ""
 
     def outcome_of(self, ended: Result | Exception, case: tuple) -> Outcome:
         """Return what a run did, by its result or its error."""
         if isinstance(ended, Exception):
             failures = getattr(ended, "failures", {}).values()
-            return Outcome([type(ended).__name__, *sorted({one.type for one in failures})], [], [])
-        rows = [ended.trace.summary(rank=rank).rows for rank in range(len(ended))]
-        sent = [sum(row.sent for row in each) for each in rows]
-        if self.counted is not None:
-            sent = [0.0] * len(ended)
-            for message in ended.trace.messages():
-                sent[message.src] += message.nbytes * self.counted.is_one(message, *case)
-        return Outcome([], list(ended), list(map(round, sent)))
+            kinds = [type(ended).__name__, *sorted({one.type for one in failures})]
+            waits = (f"{wait.rank} {wait.op}" for wait in getattr(ended, "waits", ()))
+            return Outcome(kinds, [], [Used(each, 0) for each in waits])
+        return Outcome([], self.together(ended), self.used(ended.trace, *case))
 
-    def most(self, case: tuple) -> list[float]:
-        sent = outcome(self, "", case).sent
-        return [math.inf if self.spare is None else round(self.spare * each) for each in sent]
+    def _too_much(self, one: Outcome, case: tuple) -> list[tuple[Used, str]]:
+        """Return of what too much is used, and how much would be enough, in words."""
+        found, right = [], outcome(self, "", case).used if self.spare else []
+        needed = {each.words: round(each.amount) for each in right}
+        for each in one.used if self.spare else ():
+            enough = needed.get(each.words, 0)
+            most = round(enough * (each.spare or self.spare or 1))
+            if round(each.amount) > most:
+                text = f"{enough:,} {'is' if enough == 1 else 'are'} enough"
+                text += f", and {most:,} are allowed" * (most > enough)
+                found.append((each, text if enough else "none is needed"))
+        return found
 
-    def _sends_too_much(self, one: Outcome, case: tuple) -> bool:
-        return any(sent > most for sent, most in zip(one.sent, self.most(case), strict=False))
+    def _parts_with_too_much(self, one: Outcome, case: tuple) -> set[str]:
+        return {each.part for each, _ in self._too_much(one, case)}
+
+
+def _amount(one: Outcome) -> float:
+    return sum(each.amount for each in one.used)
+
+
+def by_rank(trace: Trace, *case: Any) -> list[Used]:
+    """Return the bytes that each rank sent."""
+    rows = [trace.summary(rank=rank).rows for rank in range(trace.world_size)]
+    sent = [sum(row.sent for row in each) for each in rows]
+    return [Used(f"rank {rank} sent {{}}", each) for rank, each in enumerate(sent)]
+
+
+def in_messages(trace: Trace, *case: Any) -> list[Used]:
+    """Return the bytes and the messages that all ranks sent."""
+    sent = trace.messages()
+    nbytes = sum(message.nbytes for message in sent)
+    return [Used("{} were sent", nbytes), Used("{} were sent in all", len(sent), "message")]
+
+
+# What is said of an exercise in which ranks may send messages alone, and no more than needed.
+IN_MESSAGES: dict[str, Any] = {
+    "collectives": False,
+    "used": in_messages,
+    "spare": 1,
+    "sizes": SIZES,
+}
+
+
+def in_collectives(trace: Trace, *case: Any) -> list[Used]:
+    """Return the collectives of rank 0 and their bytes, and all messages."""
+    called = [event for event in trace if event.rank == 0 and event.kind == "collective"]
+    nbytes = sum(event.nbytes for event in called if event.op != "new_group")
+    return [
+        Used("rank 0 called {}", len(called), "collective", spare=1),
+        Used("{} went into collectives of rank 0", nbytes),
+        Used("{} were sent", len(trace.messages()), "message"),
+    ]
 
 
 def _forms(values: list[Any]) -> list[Any]:
@@ -168,27 +226,91 @@ def compared(
     kind: str = "gap",
     sizes: tuple[int, ...] = (2, 3),
     spare: float | None = SPARE,
-    counted: Counted | None = None,
+    used: Callable[..., list[Used]] = by_rank,
+    together: Callable[[Result], list[Any]] = list,
     call: Callable[..., str] | None = None,
+    otherwise: Callable[..., str] | None = None,
     **about: Any,
 ) -> Callable[[Worker], Worker]:
     """Register the check of an exercise: `worker(rank, world_size, answer)` tries an answer.
 
-    sizes: the numbers of ranks. For `worker`, `spare`, `counted` and `call`, see Comparison; for
-    the others, such as `cases`, see `exercise`.
+    sizes: the numbers of ranks. For `worker` and the arguments from `spare` to `otherwise`, see
+    Comparison; for the others, such as `cases`, see `exercise`.
     """
-    where, part, others = "in every case", lambda _: "in every case", ()
+    where, of_size, others = "in every case", lambda _: "in every case", ()
     if max(sizes) > 1:
-        where, part = f"on {name_counts(sorted(sizes))} ranks", by_size(sizes)
+        where, of_size = f"on {name_counts(sorted(sizes))} ranks", by_size(sizes)
         others = () if spare is None else (SENT,)
-    about = {"where": where, "others": others, "part": part, "cases": sizes} | about
+    cases = [(size,) for size in sizes]
+    part = {"part": lambda case: of_size(case[0])}
+    about = {"where": where, "others": others, "cases": cases} | part | about
 
     def add(worker: Worker) -> Worker:
-        comparison = Comparison(number, form.partition("(")[0], worker, spare, counted, call)
+        how = (worker, spare, used, together, call, otherwise)
+        comparison = Comparison(number, form.partition("(")[0], *how)
         exercise(number, form, right, kind=kind, **about)(comparison.grade)
         return worker
 
     return add
+
+
+def alone(
+    number: str, form: str, where: str = "in every case", **about: Any
+) -> Callable[[Worker], Worker]:
+    """Register the check of an exercise on one rank: `tried(answer)` tries an answer."""
+
+    def add(tried: Callable[[Any], Any]) -> Worker:
+        def worker(rank: int, world_size: int, answer: Any) -> Any:
+            return tried(answer)
+
+        return compared(number, form, where=where, sizes=(1,), **about)(worker)
+
+    return add
+
+
+def asked(
+    number: str,
+    form: str,
+    cases: Iterable[tuple],
+    part: Callable[..., str] = lambda *given: "in every case",
+    exact: bool = False,
+    **about: Any,
+) -> None:
+    """Register the check of an answer that returns a number for what it is asked in each case.
+
+    part: returns the part to which a case belongs. exact: whether 1.0 is another answer than 1.
+    """
+    name = form.partition("(")[0]
+
+    @compared(
+        number,
+        form,
+        sizes=(1,),
+        cases=[(1, *given) for given in cases],
+        part=lambda case: part(*case[1:]),
+        call=lambda _, *given: called_with(name, given),
+        **about,
+    )
+    def ask(rank: int, world_size: int, answer: Callable, *given: Any) -> Any:
+        found = answer(*given)
+        return found if exact else as_float(found)
+
+
+def as_float(value: Any) -> Any:
+    """Return a number as a float, and all else as it is."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number else value
+
+
+def in_parts(*others: str, sizes: Sequence[int] = SIZES) -> dict[str, Any]:
+    """Return an exercise's cases, numbers of ranks and parts: one by the ranks, and these others.
+
+    Each of the others is what the worker gets after the answer, and "" for the part by the ranks.
+    """
+    cases = [(n, "") for n in sizes] + [(n, other) for other in others for n in sizes if n != 1]
+    of_size = by_size(sizes)
+    about = {"cases": cases, "part": lambda case: case[1] or of_size(case[0])}
+    return about | {"sizes": sizes, "spare": None}
 
 
 def hunt(*numbers: str) -> None:
@@ -206,11 +328,21 @@ def called(rank: int, world_size: int, answer: Callable[[int, int], Any]) -> Any
     return answer(rank, world_size)
 
 
+def _returns(number: str) -> bool:
+    """Return whether the solution returns something, or else only changes its arguments."""
+    return solutions()[number]["program"].rpartition("\n")[2].lstrip().startswith("return")
+
+
 @cache
-def programs(number: str) -> dict[str, str]:
-    """Return the wrong programs by their mistakes, after the solution, whose name is ""."""
+def programs(number: str, name: str) -> dict[str, str]:
+    """Return the wrong programs by their mistakes, after the solution, whose name is "".
+
+    name: of the function or class that is the answer.
+    """
     solved = solutions()[number]
     found = {"": solved["program"]}
+    if not _returns(number):
+        found[UNCHANGED] = f"def {name}(*given): pass"
     if f"{number} as before" in hints():
         found["as before"] = solved["broken"]
     for section, hint in hints().items():
@@ -234,7 +366,7 @@ def defined(number: str, program: str, name: str) -> Callable[..., Any]:
 @cache
 def outcome(comparison: Comparison, mistake: str, case: tuple) -> Outcome:
     """Return what a wrong answer does, or with "" the solution."""
-    program = programs(comparison.number)[mistake]
+    program = programs(comparison.number, comparison.name)[mistake]
     answer = defined(comparison.number, program, comparison.name)
     world_size, *more = case
     how = {"world_size": world_size, "backend": "gloo", "timeout": TIMEOUT}

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ddp_kit.check.compared import compared, hunt
+from ddp_kit.check.compared import alone, compared, hunt
 from ddp_kit.check.grader import SIZES, Grader
 from ddp_kit.check.record import Score, Span, record
 from ddp_kit.lessons import context_parallel as lesson
@@ -16,13 +16,8 @@ from ddp_kit.lessons import context_parallel as lesson
 CHUNK = 2  # tokens
 
 
-@compared(
-    "18.1",
-    "merge(output, logsumexp, block_output, block_logsumexp)",
-    sizes=(1,),
-    where="for all three pairs",
-)
-def _merge(rank: int, n: int, merge: Callable) -> dict:
+@alone("18.1", "merge(output, logsumexp, block_output, block_logsumexp)", "for all three pairs")
+def _merge(merge: Callable) -> dict:
     one, two = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[5.0, -2.0], [0.0, 8.0]])
     low, high = torch.tensor([[0.5], [2.0]]), torch.tensor([[1.5], [-1.0]])
     nothing = torch.full((2, 1), -math.inf)
@@ -48,8 +43,8 @@ def _gathered_backward(rank: int, n: int, gathered_backward: Callable) -> torch.
 hunt("18.8")
 
 
-@compared("18.a", "OnlineSoftmax(query)", sizes=(1,), where="with three blocks")
-def _online_softmax(rank: int, n: int, online_softmax: Callable) -> dict:
+@alone("18.a", "OnlineSoftmax(query)", "with three blocks")
+def _online_softmax(online_softmax: Callable) -> dict:
     softmax = online_softmax(torch.zeros(1, 3, 2))
     scores = torch.tensor([[0.0, 1.0], [3.0, 2.0], [-1.0, 2.0]])
     softmax.add(scores[None], torch.tensor([[[1.0, 2.0], [3.0, 5.0]]]))
@@ -66,8 +61,8 @@ def _online_softmax(rank: int, n: int, online_softmax: Callable) -> dict:
 SHARDS = ([range(2), range(6, 7)], [range(2, 3), range(4, 6)], [range(3, 4)])
 
 
-@compared("18.b", "needed(queries, keys, causal)", sizes=(1,), where="for all pairs of shards")
-def _needed(rank: int, n: int, needed: Callable) -> dict:
+@alone("18.b", "needed(queries, keys, causal)", "for all pairs of shards")
+def _needed(needed: Callable) -> dict:
     def text(found: Iterable) -> str:
         ranges = [
             f"{rows.start}-{rows.stop} sees {columns.start}-{columns.stop}{' masked' * masked}"
@@ -98,8 +93,8 @@ def _attend_forward(rank: int, n: int, attend: Callable) -> dict:
     return found
 
 
-@compared("18.d", "zig_zag(length, n)", sizes=(1,), where="for 2, 3 and 4 ranks")
-def _zig_zag(rank: int, n: int, zig_zag: Callable) -> dict:
+@alone("18.d", "zig_zag(length, n)", "for 2, 3 and 4 ranks")
+def _zig_zag(zig_zag: Callable) -> dict:
     cases = ((8, 2), (13, 3), (64, 4))
     return {f"zig_zag({s}, {p})": [list(shard) for shard in zig_zag(s, p)] for s, p in cases}
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp_kit.check.compared import compared
-from ddp_kit.check.grader import SENT, Grader, by_size, exercise, same
+from ddp_kit.check.compared import IN_MESSAGES, alone, compared
+from ddp_kit.check.grader import by_size
 from ddp_kit.errors import RankError
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -18,8 +18,8 @@ WIDTH = 3
 SHARDS = ([2, 1], [1, 2, 4], [3], [3, 3, 3, 1], [1, 5, 1, 2, 2])
 
 
-@compared("7.a", "scatter(batch, places)", sizes=(1,))
-def _scatter(rank: int, world_size: int, scatter: Callable) -> dict[str, str]:
+@alone("7.a", "scatter(batch, places)")
+def _scatter(scatter: Callable) -> dict[str, str]:
     found = {}
     for rows, count in ((6, 2), (6, 4), (5, 4)):
         batch = torch.arange(float(rows))[:, None]
@@ -31,8 +31,8 @@ def _scatter(rank: int, world_size: int, scatter: Callable) -> dict[str, str]:
     return found
 
 
-@compared("7.b", "replicate(model, places)", sizes=(1,))
-def _replicate(rank: int, world_size: int, replicate: Callable) -> dict[str, Any]:
+@alone("7.b", "replicate(model, places)")
+def _replicate(replicate: Callable) -> dict[str, Any]:
     layer = nn.BatchNorm1d(2)
     own = [*layer.parameters(), *layer.buffers()]
     found: dict[str, Any] = {}
@@ -58,8 +58,8 @@ def _described(tensor: torch.Tensor, own: list[torch.Tensor]) -> str:
     return f"{numbers} on cpu, {'shared' if shares else 'a copy'}"
 
 
-@compared("7.c", "ByHand(module, places)", sizes=(1,))
-def _by_hand(rank: int, world_size: int, by_hand: Callable) -> dict[str, Any]:
+@alone("7.c", "ByHand(module, places)")
+def _by_hand(by_hand: Callable) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for rows in (5, 2):
         model, weights = _model(), []
@@ -74,14 +74,8 @@ def _by_hand(rank: int, world_size: int, by_hand: Callable) -> dict[str, Any]:
     return found
 
 
-@compared(
-    "7.3",
-    "in_parts(function, batch, n)",
-    kind="function",
-    sizes=(1,),
-    where="for nested batches",
-)
-def _in_parts(rank: int, world_size: int, in_parts: Callable) -> dict[str, Any]:
+@alone("7.3", "in_parts(function, batch, n)", "for nested batches", kind="function")
+def _in_parts(in_parts: Callable) -> dict[str, Any]:
     labels, seen, model = torch.arange(5), [], _model()
 
     def rows_of(x: torch.Tensor) -> torch.Tensor:
@@ -126,28 +120,22 @@ def _plain(value: Any) -> Any:
     return type(value)(map(_plain, value)) if isinstance(value, list | tuple) else value
 
 
-def _on_ranks(sizes: Sequence[int]) -> str:
-    return by_size([len(each) for each in SHARDS])(len(sizes))
+ON_SHARDS: dict[str, Any] = {
+    "sizes": (1, 2, 3, 4, 5),
+    "cases": [(len(sizes), *sizes) for sizes in SHARDS],
+    "part": lambda case: by_size([len(each) for each in SHARDS])(case[0]),
+}
 
 
-@exercise(
+@compared(
     "7.1",
     "scatter_batch(batch, sizes, width)",
     "one message for each rank but the first",
-    on_failure="unmatched",
-    collectives=False,
-    cases=SHARDS,
-    others=(SENT,),
-    part=_on_ranks,
+    call=lambda n, *sizes: f"scatter_batch(batch, {list(sizes)}, {WIDTH})",
+    **IN_MESSAGES | ON_SHARDS,
 )
-def _scatter_batch(grader: Grader, sizes: list[int]) -> None:
-    n, batch = len(sizes), _batch(sum(sizes))
-    case = f"scatter_batch(batch, {sizes}, {WIDTH})"
-    found = grader.call([(None if rank else batch, sizes, WIDTH) for rank in range(n)], case)
-    wanted = list(batch.split(sizes))
-    grader.compare(wanted, found, _mistaken_shards(wanted, found), verb="return")
-    sent = sum(shard.nbytes for shard in wanted[1:])
-    grader.check_total_sent(n - 1, sent, "too much sent")
+def _scatter_batch(rank: int, n: int, scatter_batch: Callable, *sizes: int) -> torch.Tensor:
+    return scatter_batch(None if rank else _batch(sum(sizes)), list(sizes), WIDTH)
 
 
 @compared(
@@ -155,11 +143,9 @@ def _scatter_batch(grader: Grader, sizes: list[int]) -> None:
     "part_of_loss(outputs, targets, total)",
     "for shards of different sizes",
     on_failure={RankError: {"a tensor of one number": "no graph"}},
-    where="on 1, 2, 3, 4 and 5 ranks",
-    cases=[(len(sizes), *sizes) for sizes in SHARDS],
-    part=lambda case: _on_ranks(case[1:]),
     call=lambda n, *sizes: f"part_of_loss(outputs, targets, total) for shards of {list(sizes)}",
     spare=None,
+    **ON_SHARDS,
 )
 def _part_of_loss(rank: int, n: int, part_of_loss: Callable, *sizes: int) -> dict:
     model, shard = _model(), _batch(sum(sizes)).split(sizes)[rank]
@@ -174,15 +160,6 @@ def _part_of_loss(rank: int, n: int, part_of_loss: Callable, *sizes: int) -> dic
 def _batch(rows: int) -> torch.Tensor:
     """Return whole numbers, different in each row, so that sums are exact."""
     return torch.arange(float(rows * WIDTH)).view(rows, WIDTH)
-
-
-def _mistaken_shards(wanted: list[torch.Tensor], found: list) -> str:
-    if all(isinstance(shard, torch.Tensor) and shard.shape[1:] == (WIDTH,) for shard in found):
-        if len(found) > 1 and same(torch.cat(wanted), torch.cat(found)):
-            return "cut elsewhere"
-        if any(shard.shape == want.shape for shard, want in zip(found, wanted, strict=True)):
-            return "other order"
-    return "not the shard"
 
 
 def _model() -> nn.Linear:

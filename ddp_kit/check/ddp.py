@@ -16,8 +16,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from ddp_kit.check.compared import compared, hunt
-from ddp_kit.check.grader import SENT, Grader, exercise
+from ddp_kit.check.compared import alone, compared, hunt, in_collectives
+from ddp_kit.check.grader import SIZES, Grader
 from ddp_kit.check.partitioned_sgd import small_layers
 from ddp_kit.check.record import Score, Span, record
 from ddp_kit.model import chunked_ring
@@ -39,35 +39,23 @@ def _order_of_gradients(rank: int, world_size: int, order_of_gradients: Callable
     return {f"the order of backward {number}": list(order) for number, order in enumerate(found, 1)}
 
 
-@exercise(
-    "8.3", "accumulate(model, batches)", "with one all_reduce for four batches", others=(SENT,)
+@compared(
+    "8.3",
+    "accumulate(model, batches)",
+    "with one all_reduce for four batches",
+    sizes=SIZES,
+    used=in_collectives,
 )
-def _accumulate(grader: Grader, world_size: int) -> None:
-    result = grader.run(_accumulate_batches, world_size=world_size)
-    own = [torch.stack([x.mean(0, True) for x in _batches(r)]).mean(0) for r in range(len(result))]
-    mean = sum(own[1:], own[0]) / world_size
-    mistakes = {
-        "not divided": mean * BATCHES,
-        "never exchanged": world_size > 1 and own,
-        "other gradient": True,
-    }
-    grader.compare([mean] * world_size, result, mistakes, place=" in weight.grad")
-    calls = [event for event in grader.collectives() if event.op == "DDP all_reduce"]
-    if len(calls) > 1:
-        fact = f"DDP called all_reduce {len(calls)} times where once would be enough"
-        grader.fail(f"right, but {fact}", hint="exchanged too often", part=SENT)
+def _accumulate(rank: int, world_size: int, accumulate: Callable) -> dict:
+    layer = nn.Linear(3, 1, bias=False)
+    accumulate(DistributedDataParallel(layer), _batches(rank))
+    return {"weight.grad": layer.weight.grad}
 
 
 def _batches(rank: int) -> list[torch.Tensor]:
     """Return batches of shape (2, 3), whose means are divisible by all world sizes."""
     start = torch.tensor([[1.0, 2.0, 3.0], [3.0, 2.0, 1.0]])
     return [960 * (rank + 1) * (number + start) for number in range(BATCHES)]
-
-
-def _accumulate_batches(rank: int, world_size: int, accumulate: Callable) -> torch.Tensor:
-    layer = nn.Linear(3, 1, bias=False)
-    accumulate(DistributedDataParallel(layer), _batches(rank))
-    return layer.weight.grad if layer.weight.grad is not None else torch.zeros(1, 3)
 
 
 CAP = 12  # bytes: three numbers
@@ -230,8 +218,8 @@ def _hooked(rank: int, world_size: int, ddp: Callable) -> dict:
     return found
 
 
-@compared("8.b", "buckets_by_hand(sizes, cap, first_cap)", sizes=(1,))
-def _buckets_by_hand(rank: int, world_size: int, buckets_by_hand: Callable) -> dict:
+@alone("8.b", "buckets_by_hand(sizes, cap, first_cap)")
+def _buckets_by_hand(buckets_by_hand: Callable) -> dict:
     cases = (
         ([1, 1, 1, 1, 1, 1], 2, 2),
         ([2, 2, 2, 2, 2], 3, 3),

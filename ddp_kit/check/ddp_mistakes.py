@@ -6,8 +6,6 @@ import operator
 import time
 from collections.abc import Callable
 from itertools import chain
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
@@ -16,17 +14,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_kit.check.compared import MANY, compared, hunt
+from ddp_kit.check.compared import MANY, compared, hunt, in_parts
 from ddp_kit.check.ddp import noting
-from ddp_kit.check.grader import SIZES, Grader, exercise
+from ddp_kit.check.grader import SIZES, Grader, exercise, shared_folder
 from ddp_kit.error_text import count, name_ranks
 from ddp_kit.errors import DeadlockError, RankError
-from ddp_kit.pool import Result
 
 SEEDS = (7, 1000)  # further apart than the epochs are
 SHUFFLED = "shuffled by seed and epoch"
 OTHERS = "nothing else is changed"
-NAMES, ONE_SAVES, WAITED = "the network's names", "only rank 0 saves", "ranks wait for the file"
+NAMES, ONE_SAVES = "the network's names", "only rank 0 saves"
 
 
 @exercise("8.2", "OwnSampler(data, seed)", "for 2, 10, 12 and 23 examples", others=(SHUFFLED,))
@@ -87,27 +84,25 @@ def _deal(rank: int, world_size: int, own_sampler: Callable, length: int) -> dic
     return {"hands": hands, "seeded": not torch.equal(torch.get_rng_state(), before)}
 
 
-@exercise("8.4", "average_statistics(model)", others=(OTHERS,))
-def _average_statistics(grader: Grader, world_size: int) -> None:
-    result = grader.run(_average_buffers, world_size=world_size)
-    for name, want, hint, part in (
-        ("running_mean", torch.full((2,), 30.0 * (world_size + 1)), "not averaged", ""),
-        ("running_var", torch.full((2,), 60.0 * (world_size + 1)), "not averaged", ""),
-        ("num_batches_tracked", torch.tensor(3), "counts summed", OTHERS),
-        ("weight", torch.ones(2), "parameters changed", OTHERS),
-    ):
-        found, place = [held[name] for held in result], f" in {name}"
-        grader.compare([want] * world_size, found, hint, place=place, part=part)
-
-
-def _average_buffers(rank: int, world_size: int, average_statistics: Callable) -> dict:
+@compared(
+    "8.4",
+    "average_statistics(model)",
+    **in_parts(OTHERS),
+)
+def _average_statistics(
+    rank: int, world_size: int, average_statistics: Callable, part: str
+) -> dict[str, torch.Tensor]:
     norm = nn.BatchNorm1d(2)
     model = DistributedDataParallel(nn.Sequential(norm))
     norm.running_mean.fill_(60 * (rank + 1))
     norm.running_var.fill_(120 * (rank + 1))
     norm.num_batches_tracked.fill_(3)
     average_statistics(model)
-    return {name: tensor.clone() for name, tensor in norm.state_dict().items()}
+    return {
+        name: tensor.clone()
+        for name, tensor in norm.state_dict().items()
+        if name.startswith("running") is not bool(part)
+    }
 
 
 _UNREAD = {"key(s) in state_dict": "wrapper saved"} | dict.fromkeys(
@@ -115,82 +110,49 @@ _UNREAD = {"key(s) in state_dict": "wrapper saved"} | dict.fromkeys(
 )
 
 
-@exercise(
+@compared(
     "8.5",
     "save_and_load(model, path, plain)",
     on_failure={RankError: _UNREAD, DeadlockError: "barrier on some"},
-    others=(NAMES, ONE_SAVES, WAITED),
+    **in_parts(NAMES, ONE_SAVES),
 )
-def _save_and_load(grader: Grader, world_size: int) -> None:
-    with TemporaryDirectory() as folder:
-        path = f"{folder}/network.pt"
-        limit = 2.0 if world_size == SIZES[0] else 0.2  # most mistakes show in the first run
-        result = grader.run(_save_or_wait, path, limit, world_size=world_size)
-        if not Path(path).exists():
-            grader.fail("there is no file at `path`", hint="nobody saves")
-        saved = torch.load(path, weights_only=False)
-    wanted = [torch.tensor([[1.0, 2.0]])] * world_size
-    found = [r["weight"] for r in result]
-    grader.compare(wanted, found, "not loaded", place=" in plain.weight")
-    if set(saved) != {"weight"}:
-        names = ", ".join(map(str, saved))
-        fact = f"right, but the names in the file are {names}"
-        grader.fail(fact, hint="wrapper saved", part=NAMES)
-    if others := [rank for rank, r in enumerate(result) if rank and r["saves"]]:
-        fact = f"right, but {name_ranks(others)} saved as well"
-        grader.fail(fact, hint="all save", part=ONE_SAVES)
-    before = _collectives_before(result, 0, result[0]["saved"])
-    for rank in range(1, world_size):
-        if _collectives_before(result, rank, result[rank]["loads"]) <= before:
-            fact = f"right, but rank {rank} did not wait for rank 0's file"
-            grader.fail(fact, hint="read too early", part=WAITED)
-
-
-def _collectives_before(result: Result, rank: int, moment: int) -> int:
-    """Return how many collectives a rank had left at a moment, of time.monotonic_ns()."""
-    calls = [event for event in result.trace if (event.rank, event.kind) == (rank, "collective")]
-    return sum(event.end is not None and event.end <= moment for event in calls)
-
-
-def _save_or_wait(
-    rank: int, world_size: int, save_and_load: Callable, path: str, limit: float
-) -> dict:
-    """Save and load; rank 0 saves when another rank has tried to load, or after `limit` seconds.
+def _save_and_load(
+    rank: int, world_size: int, save_and_load: Callable, part: str
+) -> dict[str, Any]:
+    """Save and load; rank 0 saves when another rank has tried to load, or after some time.
 
     A rank that does not wait then finds no file.
     """
-    network, plain = nn.Linear(2, 1, bias=False), nn.Linear(2, 1, bias=False)
-    with torch.no_grad():
-        network.weight.copy_((rank + 1) * torch.tensor([[1.0, 2.0]]))
-        plain.weight.zero_()
-    model = DistributedDataParallel(network)
-    moments: dict[str, list[int]] = {"saved": [], "loads": []}
-    save, load = torch.save, torch.load
-    tried = Path(f"{path}.tried")
+    network, plain, saves = nn.Linear(2, 1, bias=False), nn.Linear(2, 1, bias=False), []
+    nn.init.constant_(network.weight, rank + 1.0)
+    model, save, load = DistributedDataParallel(network), torch.save, torch.load
+    limit = 0.0 if part else 1.5 if world_size == SIZES[0] else 0.2  # most show in the first run
 
     def noting_save(*args: Any, **options: Any) -> None:
         end = time.monotonic() + limit
         while rank == 0 < world_size - 1 and not tried.exists() and time.monotonic() < end:
             time.sleep(0.01)
         save(*args, **options)
-        moments["saved"].append(time.monotonic_ns())
+        saves.append(rank)
 
     def noting_load(*args: Any, **options: Any) -> Any:
-        moments["loads"].append(time.monotonic_ns())
         try:
             return load(*args, **options)
         finally:
             if rank > 0:
                 tried.touch()
 
-    with patch.object(torch, "save", noting_save), patch.object(torch, "load", noting_load):
-        save_and_load(model, path, plain)
-    return {
-        "weight": plain.weight.detach(),
-        "saves": len(moments["saved"]),
-        "saved": max(moments["saved"], default=0),
-        "loads": min(moments["loads"], default=0),
-    }
+    with shared_folder(rank) as folder:
+        path, tried = folder / "network.pt", folder / "tried"
+        with patch.object(torch, "save", noting_save), patch.object(torch, "load", noting_load):
+            save_and_load(model, str(path), plain)
+        dist.barrier()
+        saved = load(path) if path.exists() else {}
+    if part == NAMES:
+        return {"the names in the file": list(saved)}
+    if part == ONE_SAVES:
+        return {"the files that this rank saves": len(saves)}
+    return {"whether `path` has a file": bool(saved), "plain.weight": plain.weight.detach()}
 
 
 hunt(*(f"9.{number}" for number in range(1, 11)))

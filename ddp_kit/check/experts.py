@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from ddp_kit.check.compared import compared, hunt
+from ddp_kit.check.compared import alone, compared, hunt
 from ddp_kit.check.grader import SIZES
 from ddp_kit.lessons import experts as lesson
 
@@ -16,8 +16,8 @@ SCORES = torch.tensor(
 )
 
 
-@compared("19.a", "route(scores, bias)", sizes=(1,), where="with a bias and without")
-def _route(rank: int, n: int, route: Callable) -> dict:
+@alone("19.a", "route(scores, bias)", "with a bias and without")
+def _route(route: Callable) -> dict:
     found = {}
     for name, bias in (("without a bias", 0.0), ("with a bias for expert 3", 0.4)):
         scores = SCORES.clone().requires_grad_()
@@ -68,8 +68,8 @@ def _violation(rank: int, n: int, violation: Callable) -> dict:
     return {name: torch.as_tensor(violation(choice, 2 * n)) for name, choice in cases.items()}
 
 
-@compared("19.2", "route_within(scores, hosts, most)", sizes=(1,), where="for 1, 2 and 4 hosts")
-def _route_within(rank: int, n: int, route_within: Callable) -> dict:
+@alone("19.2", "route_within(scores, hosts, most)", "for 1, 2 and 4 hosts")
+def _route_within(route_within: Callable) -> dict:
     scores = torch.rand(6, 12, generator=torch.Generator().manual_seed(2))
     return {
         f"at most {m} of 4 hosts": route_within(scores, 4, m).sort(-1).values for m in (1, 2, 4)

@@ -35,11 +35,9 @@ from ddp_kit.errors import (
 from ddp_kit.pool import Result, run
 from ddp_kit.pool.arguments import explaining_arguments
 from ddp_kit.progress_file import recorded, recording
-from ddp_kit.trace import Event
 
 EXERCISES: dict[str, Callable[[Any], Credit]] = {}  # by name, "exercise_4_1"
-# What gives away a mistake, by its name in the .ini files: the values that ranks have then
-# (one tensor if it is the same on all, one number for `expect`), a tuple of several such, or
+# What gives away a mistake, by its name in the .ini files: the values that ranks have then, or
 # whether it has been made. So the last one, with True, is for all other mistakes.
 Mistakes = Mapping[str, Any]
 Reason = str | Mapping[str, str]  # of a failure, see Exercise.on_failure
@@ -320,9 +318,7 @@ class Grader:
 
     def ask(self, *arguments: Any) -> Any:
         """Return what the answer returns for these arguments on one rank."""
-        name = self.form.partition("(")[0]
-        shown = (f"{each:g}" if isinstance(each, float) else repr(each) for each in arguments)
-        return self.call([arguments], f"{name}({', '.join(shown)})")[0]
+        return self.call([arguments], called_with(self.form.partition("(")[0], arguments))[0]
 
     def compare(
         self,
@@ -331,12 +327,11 @@ class Grader:
         hints: str | Mistakes,
         verb: str = "hold",
         place: str = "",
-        part: str = "",
     ) -> None:
         """Fail unless each rank's value is what it should be.
 
         wanted, found: a value for each rank. verb: "hold" or "return". place: where the value
-        is, for the message, as in " in weight.grad". part: see `fail`.
+        is, for the message, as in " in weight.grad".
         """
         found = list(found)
         wrong = [
@@ -346,36 +341,13 @@ class Grader:
             if not same(want, have)
         ]
         if wrong:
-            self.fail("wrong result", *wrong, hint=hint_for(found, hints), part=part)
-
-    def expect(self, want: float, have: Any, hints: str | Mistakes, what: str = "") -> None:
-        """Fail unless the answer returned this number, but for rounding. what: it is."""
-        if not close(want, have):
-            shown = f"{have:,.6g}" if isinstance(have, int | float) else repr(have)
-            fact = f"it should return {want:,.6g}{what} but returns {shown}"
-            self.fail(fact, hint=hint_for(have, hints))
-
-    def collectives(self) -> list[Event]:
-        """Return the collectives that rank 0 called in the latest run."""
-        events = self.result.trace
-        return [event for event in events if event.rank == 0 and event.kind == "collective"]
-
-    def check_total_sent(self, messages: int, nbytes: int, hint: str) -> None:
-        """Fail if all ranks together sent more messages or bytes than these."""
-        sent = self.result.trace.messages()
-        self.check_at_most("", sum(message.nbytes for message in sent), nbytes, "byte", hint)
-        self.check_at_most("", len(sent), messages, "message", hint)
+            self.fail("wrong result", *wrong, hint=_hint_for(found, hints))
 
     def check_sent(self, most: int, hint: str) -> None:
         """Fail if a rank sent more bytes, by whatever calls."""
         for rank in range(len(self.result)):
             sent = sum(row.sent for row in self.result.trace.summary(rank=rank).rows)
             self.check_at_most(f" by rank {rank}", round(sent), most, "byte", hint)
-
-    def check_collectives(self, most: int, hint: str) -> None:
-        """Fail if more bytes went into collectives on rank 0."""
-        nbytes = sum(event.nbytes for event in self.collectives() if event.op != "new_group")
-        self.check_at_most(" in collectives by rank 0", nbytes, most, "byte", hint)
 
     def check_at_most(self, by: str, sent: int, most: int, noun: str, hint: str) -> None:
         """Fail if more was sent than is needed. by: " by rank 2", or "" for all ranks."""
@@ -477,6 +449,12 @@ def only_message(error: E) -> E:
     return error
 
 
+def called_with(name: str, given: Iterable[Any]) -> str:
+    """Return a call as text, with few digits."""
+    shown = (f"{each:g}" if isinstance(each, float) else repr(each) for each in given)
+    return f"{name}({', '.join(shown)})"
+
+
 def by_size(sizes: Sequence[int], noun: str = "rank") -> Callable[[int], str]:
     """Return the names of two parts: the first number of ranks, and all others."""
     first, *others = dict.fromkeys(sizes)
@@ -563,10 +541,10 @@ def own_group(rank: int, world_size: int) -> dist.ProcessGroup:
     return [dist.new_group([member]) for member in range(world_size)][rank]
 
 
-def open_store(path: str, world_size: int, limit: timedelta) -> dist.Store:
-    """Return the store of all ranks in a file. limit: of the wait for a key."""
-    store = dist.FileStore(path, world_size)
-    store.set_timeout(limit)
+def open_store(folder: Path, world_size: int) -> dist.Store:
+    """Return the store of all ranks in a folder, which must outlive it."""
+    store = dist.FileStore(f"{folder}/store", world_size)
+    store.set_timeout(STORE_LIMIT)
     return store
 
 
@@ -583,27 +561,12 @@ def shared_folder(rank: int) -> Iterator[Path]:
             shutil.rmtree(name[0], ignore_errors=True)
 
 
-def hint_for(found: Any, hints: str | Mistakes) -> str:
+def _hint_for(found: list[Any], hints: str | Mistakes) -> str:
     """Return the name of the first of these mistakes that gives what was found, or ""."""
-    for hint, wrong in {hints: True}.items() if isinstance(hints, str) else hints.items():
-        several = wrong if isinstance(wrong, tuple) else (wrong,)
-        if any(_made(one, found) for one in several):
-            return hint
-    return ""
-
-
-def _made(wrong: Any, found: Any) -> bool:
-    if isinstance(wrong, bool):
-        return wrong
-    if isinstance(wrong, torch.Tensor):
-        return all(same(wrong, have) for have in found)
-    return same(wrong, found) if isinstance(wrong, list) else close(wrong, found)
-
-
-def close(want: float, have: Any) -> bool:
-    """Return whether a value is this number, but for rounding."""
-    number = isinstance(have, int | float) and not isinstance(have, bool)
-    return number and math.isclose(want, have, rel_tol=1e-6)
+    if isinstance(hints, str):
+        return hints
+    made = (hint for hint, wrong in hints.items() if wrong is True or same(wrong, found))
+    return next(made, "")
 
 
 def same(want: Any, have: Any) -> bool:
@@ -632,6 +595,8 @@ def format_value(value: Any, against: Any = None) -> str:
         return f"[{', '.join(map(format_value, value))}]"
     if isinstance(value, str) and " " in value:
         return _format_words(value.split(), against.split() if isinstance(against, str) else [])
+    if isinstance(value, float) and not isinstance(against, int):
+        return f"{value:,.6g}"
     if not isinstance(value, torch.Tensor):
         return reprlib.repr(value)
     numbers = [f"{number:g}" for number in value.flatten().tolist()]

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from tempfile import TemporaryDirectory
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
-from ddp_kit.check.compared import compared
+from ddp_kit.check.compared import alone, compared
 from ddp_kit.check.grader import (
     SIZES,
     STORE_LIMIT,
     EndlessError,
-    Grader,
+    by_size,
     ended,
-    exercise,
+    name_counts,
     open_store,
     shared_folder,
 )
@@ -28,10 +30,11 @@ HOST_LISTS = (
     [("beta", 1), ("alpha", 3)],
     [("gamma", 2), ("alpha", 1), ("beta", 2)],
 )
-# Ranks that never come, by world size. Each such case takes seconds.
+# Ranks that never come, by world size.
 ABSENT = {2: ([], [1]), 3: ([], [2]), 1: ([],), 4: ([], [1, 3]), 5: ([], [4])}
 SECOND, NO_LONGER = "a second barrier", "no longer than it must"
-LATE, LATER = 0.3, 2.0  # seconds; wrong answers are found in the first run, which gets more time
+SECONDS = 3.0
+WHERE = "on 1, 2, 3, 4 and 5 ranks"
 
 
 @compared(
@@ -47,118 +50,6 @@ def _place_of(rank: int, n: int, place_of: Callable, *hosts: tuple[str, int]) ->
     places = [(host, local) for host, ranks in hosts for local in range(ranks)]
     found = place_of(list(hosts), *places[rank])
     return tuple(found) if isinstance(found, list) else found
-
-
-@exercise(
-    "6.2",
-    "barrier(store, world_size, name)",
-    "two barriers one after the other",
-    on_failure="key never written",
-    collectives=False,
-    others=(SECOND,),
-)
-def _barrier(grader: Grader, world_size: int) -> None:
-    with TemporaryDirectory() as folder:
-        path, late = f"{folder}/store", LATER if world_size == SIZES[0] else LATE
-        result = grader.run(_pass_barriers, path, STORE_LIMIT, late, world_size=world_size)
-    for number, name in enumerate(("first", "second")):
-        for rank, missing in enumerate(result):
-            if missing[number]:
-                fact = f"rank {rank} left the {name} barrier before rank {missing[number][0]}"
-                hint, part = ("same keys", SECOND) if number else ("nobody waits", "")
-                grader.fail(f"{fact} had come", hint=hint, part=part)
-
-
-@exercise(
-    "6.3",
-    "who_is_missing(store, world_size, seconds)",
-    "with and without missing ones",
-    on_failure={RankError: "error not caught"},
-    collectives=False,
-    others=(NO_LONGER,),
-)
-def _who_is_missing(grader: Grader, world_size: int) -> None:
-    for absent in ABSENT[world_size]:
-        seconds = 3.0 if absent else 6.0
-        case = f"{grader.form}, where {_who(absent)}"
-        with TemporaryDirectory() as folder:
-            result = grader.run(
-                _call_the_roll,
-                f"{folder}/store",
-                STORE_LIMIT,
-                absent,
-                seconds,
-                world_size=world_size,
-                case=case,
-            )
-        found, took = result[0]
-        mistakes = {
-            "not a list": not isinstance(found, list),
-            "looks at once": (
-                isinstance(found, list) and 0 not in found and set(absent) < set(found)
-            ),
-            "wrong ranks": True,
-        }
-        grader.compare([absent], [found], mistakes, verb="return")
-        if len(absent) != 1 and took >= seconds * max(1, len(absent)):
-            why = f"where the limit is {seconds:.0f} s" if absent else "though all ranks came"
-            hint = "waits for each" if absent else "waits too long"
-            grader.fail(f"right, but it took {took:.0f} s {why}", hint=hint, part=NO_LONGER)
-
-
-def _pass_barriers(
-    rank: int, world_size: int, barrier: Callable, path: str, limit: timedelta, seconds: float
-) -> list[list[int]]:
-    """Pass two barriers; return for each the ranks that had not come when this one left it.
-
-    A different rank is late each time. It comes when another one has left, and after some seconds
-    if none does, as is right.
-    """
-    store = open_store(path, world_size, limit)
-    early = []
-    for name, late in (("first", world_size - 1), ("second", 0)):
-        end = time.monotonic() + seconds
-        while rank == late and not store.check([f"{name} left"]) and time.monotonic() < end:
-            time.sleep(0.01)
-        store.set(f"{name} came {rank}", "")
-        barrier(store, world_size, name)
-        early.append([r for r in range(world_size) if not store.check([f"{name} came {r}"])])
-        store.set(f"{name} left", "")
-    return early
-
-
-def _call_the_roll(
-    rank: int,
-    world_size: int,
-    who_is_missing: Callable,
-    path: str,
-    limit: timedelta,
-    absent: list[int],
-    seconds: float,
-) -> tuple[Any, float] | None:
-    """Let rank 0 call the answer, and all others that are not absent write their key late.
-
-    Rank 0 begins when the others are ready: on a busy machine they may start seconds later.
-    """
-    store = open_store(path, world_size, limit)
-    if rank in absent:
-        return None
-    if rank > 0:
-        store.set(f"ready/{rank}", "")
-        store.wait(["begun"])
-        time.sleep(LATE)
-        store.set(f"here/{rank}", "")
-        return None
-    if ready := [f"ready/{r}" for r in range(1, world_size) if r not in absent]:
-        store.wait(ready)
-    store.set("here/0", "")
-    store.set("begun", "")
-    begin = time.monotonic()
-    return who_is_missing(store, world_size, seconds), time.monotonic() - begin
-
-
-def _who(absent: list[int]) -> str:
-    return f"{count(len(absent), 'rank')} never came" if absent else "all came"
 
 
 class ScriptedStore:
@@ -192,11 +83,16 @@ class ScriptedStore:
 
     def wait(self, keys: list[str], *limit: timedelta) -> None:
         """Return when these keys are written. Raise RuntimeError if they never are."""
-        if not self.check(keys) and self.later is not None:
-            later, self.later = self.later, None
-            later()
+        if not self.check(keys):
+            self.come()
         if missing := [key for key in keys if key not in self.held]:
             raise RuntimeError(f"all wait, and nobody writes {' and '.join(missing)}")
+
+    def come(self) -> None:
+        """Let the others do what they do later, once."""
+        later, self.later = self.later, None
+        if later is not None:
+            later()
 
     def check(self, keys: list[str]) -> bool:
         self._call()
@@ -207,15 +103,113 @@ class ScriptedStore:
         number = int(self.held.get(key, b"0")) + amount
         self._write(key, str(number))
         polled = None if amount else (key, number)
-        if polled and polled == self._polled and self.later is not None:
-            later, self.later = self.later, None
-            later()
+        if polled and polled == self._polled:
+            self.come()
         self._polled = polled
         return number
 
 
-@compared("6.a", "join(store, run, world_size)", sizes=(1,), where="for two starts")
-def _join(rank: int, world_size: int, join: Callable) -> dict:
+def come_by_turns(store: ScriptedStore, n: int, come_in: Callable[[], Any]) -> list[list[Any]]:
+    """Let n processes come one after the other, each while those before it wait.
+
+    Return what `come_in` has returned, of those that have gone on, when 1, 2 and so on have come.
+    """
+    returned: list[Any] = []
+    gone_on: list[list[Any]] = []
+
+    def come() -> None:
+        store.later = others_come
+        returned.append(come_in())
+
+    def others_come() -> None:
+        gone_on.append(list(returned))
+        if len(gone_on) < n:
+            come()
+
+    come()
+    while len(gone_on) < n:  # nobody has waited
+        others_come()
+    return [*gone_on, returned]
+
+
+@compared(
+    "6.2",
+    "barrier(store, world_size, name)",
+    "two barriers one after the other",
+    on_failure="key never written",
+    where=WHERE,
+    cases=[(1, n, part) for part in ("", SECOND) for n in SIZES],
+    part=lambda case: case[2] or by_size(SIZES)(case[1]),
+    call=lambda _, n, part: f"barrier(store, {n}, name)",
+    spare=None,
+)
+def _barrier(rank: int, _: int, barrier: Callable, n: int, part: str) -> dict[str, list[int]]:
+    store, found = ScriptedStore(), {}
+    for name in ("first", "second")[: 2 if part else 1]:
+        gone_on = come_by_turns(store, n, partial(barrier, store, n, name))
+        ranks = name_counts(range(1, n + 1))
+        found[f"how many have left the {name} barrier when {ranks} have come"] = list(
+            map(len, gone_on[:-1])
+        )
+    return found
+
+
+class _Roll(ScriptedStore):
+    """A store in which time goes by for those who wait. seconds: so much, of this clock."""
+
+    seconds, limit = 0.0, STORE_LIMIT
+
+    def set_timeout(self, limit: timedelta) -> None:
+        self.limit = limit
+
+    def wait(self, keys: list[str], *limit: timedelta) -> None:
+        try:
+            super().wait(keys)
+        except RuntimeError:
+            self.seconds += (*limit, self.limit)[0].total_seconds()
+            raise
+
+    def sleep(self, seconds: float) -> None:
+        self.seconds += seconds
+        self.come()
+
+    def now(self) -> float:
+        self.seconds += 0.01
+        return self.seconds
+
+
+@compared(
+    "6.3",
+    "who_is_missing(store, world_size, seconds)",
+    "with and without missing ones",
+    on_failure={RankError: "error not caught"},
+    where=WHERE,
+    cases=[
+        (1, n, part, *absent) for part in ("", NO_LONGER) for n in SIZES for absent in ABSENT[n]
+    ],
+    part=lambda case: case[2] or by_size(SIZES)(case[1]),
+    call=lambda _, n, part, *absent: f"who_is_missing(store, {n}, seconds), where {_who(absent)}",
+    spare=None,
+)
+def _who_is_missing(rank: int, _: int, answer: Callable, n: int, part: str, *absent: int) -> dict:
+    store = _Roll()
+    store.set("here/0", "")
+    store.later = lambda: [store.set(f"here/{r}", "") for r in range(1, n) if r not in absent]
+    clocks = dict.fromkeys(("monotonic", "perf_counter", "time"), store.now)
+    with patch.multiple(time, sleep=store.sleep, **clocks):
+        found = answer(store, n, SECONDS)
+    if part:  # of a single rank, each way takes as long
+        limit = SECONDS * max(1, len(absent)) if len(absent) != 1 else math.inf
+        return {f"whether it takes less than {limit:g} s": store.seconds < limit}
+    return {"what is returned": found}
+
+
+def _who(absent: Sequence[int]) -> str:
+    return f"{count(len(absent), 'rank')} never came" if absent else "all came"
+
+
+@alone("6.a", "join(store, run, world_size)", "for two starts")
+def _join(join: Callable) -> dict:
     store = ScriptedStore()
     comes = [("run 1", 3)] * 4 + [("run 2", 2)] * 3
     found = {
@@ -230,10 +224,8 @@ def _join(rank: int, world_size: int, join: Callable) -> dict:
     return found | {"two processes at the same time": sorted(both, key=str)}
 
 
-@compared(
-    "6.b", "exchange(store, rank, world_size, name, value)", sizes=(1,), where="for two exchanges"
-)
-def _exchange(rank: int, world_size: int, exchange: Callable) -> dict:
+@alone("6.b", "exchange(store, rank, world_size, name, value)", "for two exchanges")
+def _exchange(exchange: Callable) -> dict:
     found = {}
     for me, n in ((1, 3), (0, 2)):
         kept = ScriptedStore()
@@ -277,13 +269,8 @@ class _Service:
         return f"connected after {self.time:.1f} s"
 
 
-@compared(
-    "6.c",
-    "keep_trying(connect, limit, now, pause)",
-    sizes=(1,),
-    where="whether somebody answers or not",
-)
-def _keep_trying(rank: int, world_size: int, keep_trying: Callable) -> dict:
+@alone("6.c", "keep_trying(connect, limit, now, pause)", "whether somebody answers or not")
+def _keep_trying(keep_trying: Callable) -> dict:
     found = {}
     for answers, error in (
         *((seconds, ConnectionRefusedError) for seconds in (0.0, 0.5, 3.9, 100.0)),
@@ -328,15 +315,14 @@ def _meet(rank: int, n: int, meet: Callable) -> dict:
     cases = {"all come in time": (n, n), "one is too many": (n - 1, n), "one is late": (n, n - 1)}
     found = {}
     for name, case in cases.items():
-        with shared_folder(rank) as folder:  # it must outlive the stores in it
-            came = _come(rank, n, meet, f"{folder}/store", *case)
+        with shared_folder(rank) as folder:
+            came = _come(rank, meet, open_store(folder, n), *case)
             found[f"{name}: the generation, the rank and the world size"] = came
     return found
 
 
-def _come(rank: int, n: int, meet: Callable, path: str, most: int, in_time: int) -> Any:
+def _come(rank: int, meet: Callable, store: Any, most: int, in_time: int) -> Any:
     """Return what an answer returns if so many ranks come in time, one after the other."""
-    store = open_store(path, n, STORE_LIMIT)
 
     def come() -> None:
         if rank:

@@ -8,12 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ddp_kit.check.compared import compared, hunt
+from ddp_kit.check.compared import alone, asked, hunt
 from ddp_kit.lessons._gpt import Config, batches, make_gpt
 from ddp_kit.lessons.one_rank_first import Kept
-
-KINDS_OF_MODELS = (2, 64, 64, 128), (12, 768, 1024, 50_257), (4, 128, 65_536, 256)
-BLOCKS = (384, 64, 4, 4), (1, 32, 2, 4), (100, 4096, 32, 2)  # tokens, width, heads, bytes
 
 
 def _numbers(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -28,8 +25,8 @@ def _gradients(model: nn.Module) -> list[torch.Tensor | None]:
     return [parameter.grad for parameter in model.parameters()]
 
 
-@compared("13.a", "Attention(config)", sizes=(1,), where="for two sequences and four heads")
-def _attention(rank: int, world_size: int, attention_cls: Callable) -> torch.Tensor:
+@alone("13.a", "Attention(config)", "for two sequences and four heads")
+def _attention(attention_cls: Callable) -> torch.Tensor:
     attention = attention_cls(Config())
     for seed, name in enumerate(("query", "key", "value", "out")):
         getattr(attention, name).weight = _parameters(64, 64, seed=seed)
@@ -37,28 +34,22 @@ def _attention(rank: int, world_size: int, attention_cls: Callable) -> torch.Ten
     return attention.double()(_numbers(2, 5, 64).double()).detach()
 
 
-@compared(
+asked(
     "13.b",
     "flops_per_token(layers, width, context, vocabulary)",
-    sizes=(1,),
+    [(2, 64, 64, 128), (12, 768, 1024, 50_257), (4, 128, 65_536, 256)],
     where="for three models",
 )
-def _flops(rank: int, world_size: int, count: Callable) -> dict:
-    return {f"flops_per_token{each}": float(count(*each)) for each in KINDS_OF_MODELS}
-
-
-@compared("13.c", "layer_keeps(tokens, width, heads, size)", sizes=(1,), where="for three blocks")
-def _bytes(rank: int, world_size: int, count: Callable) -> dict:
-    return {f"layer_keeps{each}": float(count(*each)) for each in BLOCKS}
-
-
-@compared(
-    "13.d",
-    "accumulate(model, inputs, targets, micro_batches)",
-    sizes=(1,),
-    where="with 2 and 6 micro-batches",
+asked(
+    "13.c",
+    "layer_keeps(tokens, width, heads, size)",
+    [(384, 64, 4, 4), (1, 32, 2, 4), (100, 4096, 32, 2)],
+    where="for three blocks",
 )
-def _accumulated(rank: int, world_size: int, accumulate: Callable) -> dict:
+
+
+@alone("13.d", "accumulate(model, inputs, targets, micro_batches)", "with 2 and 6 micro-batches")
+def _accumulated(accumulate: Callable) -> dict:
     found = {}
     for count in (2, 6):
         model = make_gpt()
@@ -67,8 +58,8 @@ def _accumulated(rank: int, world_size: int, accumulate: Callable) -> dict:
     return found
 
 
-@compared("13.1", "loss_in_pieces(head, x, targets, pieces)", sizes=(1,), where="in 8 pieces")
-def _loss_in_pieces(rank: int, world_size: int, loss_in_pieces: Callable) -> dict:
+@alone("13.1", "loss_in_pieces(head, x, targets, pieces)", "in 8 pieces")
+def _loss_in_pieces(loss_in_pieces: Callable) -> dict:
     head, x = nn.Linear(16, 512, bias=False), _parameters(256, 16, seed=0)
     head.weight = _parameters(512, 16)
     with Kept() as kept:
@@ -79,8 +70,8 @@ def _loss_in_pieces(rank: int, world_size: int, loss_in_pieces: Callable) -> dic
     return found | {"the gradients": [x.grad, head.weight.grad]}
 
 
-@compared("13.2", "recomputed(function)", sizes=(1,), where="for a function of two tensors")
-def _recomputed(rank: int, world_size: int, recomputed: Callable) -> dict:
+@alone("13.2", "recomputed(function)", "for a function of two tensors")
+def _recomputed(recomputed: Callable) -> dict:
     x, weight = _parameters(64, 16, seed=0), _parameters(16, 16)
     out = recomputed(lambda x, weight: F.gelu(F.gelu(x @ weight) @ weight))(x, weight)
     out.backward(_numbers(64, 16, seed=2))
@@ -90,14 +81,13 @@ def _recomputed(rank: int, world_size: int, recomputed: Callable) -> dict:
 hunt("13.8")
 
 
-@compared(
+@alone(
     "13.9",
     "train_step(model, optimizer, inputs, targets, micro_batches, max_norm)",
-    sizes=(1,),
-    where="in three steps, one with a loss that is not a number",
+    "in three steps, one with a loss that is not a number",
     kind="function",
 )
-def _train_step(rank: int, world_size: int, train_step: Callable) -> dict:
+def _train_step(train_step: Callable) -> dict:
     model = nn.Sequential(nn.Embedding(16, 32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 16))
     for seed, parameter in enumerate(model.parameters()):
         parameter.data = _numbers(*parameter.shape, seed=seed) / 4

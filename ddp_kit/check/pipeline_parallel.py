@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp_kit.check.compared import compared, hunt
-from ddp_kit.check.grader import Grader, by_size, exercise, same
+from ddp_kit.check.compared import alone, asked, compared, hunt
+from ddp_kit.check.grader import Grader, same
 from ddp_kit.check.record import Score, Span, record
 from ddp_kit.errors import DeadlockError, RankError
 from ddp_kit.lessons import pipeline_parallel as lesson
@@ -72,7 +72,6 @@ def _data(m: int) -> tuple[torch.Tensor, torch.Tensor]:
     collectives=False,
     cases=((2, 2), (3, 4), (1, 2), (4, 3)),  # ranks and micro-batches
     call=lambda p, m: f"backward(stage, x, target, {m})",
-    part=lambda case: by_size([2, 3, 1, 4])(case[0]),
     spare=None,
 )
 def _train(rank: int, world_size: int, backward: Callable, m: int) -> list[torch.Tensor]:
@@ -93,33 +92,13 @@ def _train(rank: int, world_size: int, backward: Callable, m: int) -> list[torch
     return [torch.zeros_like(p) if p.grad is None else p.grad for p in stage.parameters()]
 
 
-def _rounding(case: tuple[int, float]) -> str:
-    p, most = case
+def _rounding(p: int, most: float) -> str:
     exact = (p - 1) / most - (p - 1)
     needed = p == 1 or abs(exact - round(exact)) > 1e-9
     return "rounded up, and one rank" if needed else "where nothing is rounded"
 
 
-@exercise(
-    "17.3", "micro_batches(p, most)", where="for 1 to 16 ranks", cases=BUBBLES, part=_rounding
-)
-def _micro_batches(grader: Grader, p: int, most: float) -> None:
-    found = grader.ask(p, most)
-    want = _fewest(lambda m: (p - 1) / (m + p - 1), most)
-    mistakes = {
-        "one rank": p == 1,
-        "idle by busy time": _fewest(lambda m: (p - 1) / m, most),
-        "p ranks": _fewest(lambda m: p / (m + p), most),
-        "one too many": want + 1,
-        "one too few": want - 1,
-        "no whole number": isinstance(found, float),
-        "other number": True,
-    }
-    grader.expect(want, found, mistakes)
-
-
-def _fewest(bubble: Callable[[int], float], most: float) -> int:
-    return next(m for m in range(1, 10_000) if bubble(m) <= most + 1e-12)
+asked("17.3", "micro_batches(p, most)", BUBBLES, _rounding, where="for 1 to 16 ranks")
 
 
 @compared(
@@ -129,7 +108,6 @@ def _fewest(bubble: Callable[[int], float], most: float) -> int:
     where="on 1, 2, 3 and 4 ranks",
     cases=INTERLEAVED,
     call=lambda p, v, m: f"interleaved(rank, {p}, {v}, {m})",
-    part=lambda case: by_size([2, 3, 1, 4])(case[0]),
     spare=None,
 )
 def _interleaved(rank: int, p: int, interleaved: Callable, v: int, m: int) -> dict:
@@ -228,8 +206,8 @@ def _cell(kind: str, i: int, start: float, end: float) -> lesson.Cell:
     return lesson.Cell(kind, i, start, end, 0)
 
 
-@compared("17.c", "bubble(ranks)", where="for both pictures", sizes=(1,))
-def _bubble(rank: int, world_size: int, bubble: Callable) -> dict:
+@alone("17.c", "bubble(ranks)", "for both pictures")
+def _bubble(bubble: Callable) -> dict:
     two = [[_cell("F", 0, 5, 6), _cell("B", 0, 8, 10)], [_cell("F", 0, 6, 7)]]
     three = [[_cell("F", 0, 0, 4)], [_cell("F", 0, 1, 3), _cell("F", 1, 3, 7)], []]
     return {"two ranks, from 5 to 10": bubble(two), "three ranks, one of them idle": bubble(three)}
@@ -246,8 +224,8 @@ ORDERS = {  # for 17.d
 }
 
 
-@compared("17.d", "simulate(ranks)", where="for all three orders", sizes=(1,))
-def _simulate(rank: int, world_size: int, simulate: Callable) -> dict:
+@alone("17.d", "simulate(ranks)", "for all three orders")
+def _simulate(simulate: Callable) -> dict:
     def steps(row: str) -> list[tuple[str, int, int]]:
         return [(step[0], int(step[1]), int(step[3])) for step in row.split()]
 

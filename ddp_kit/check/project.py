@@ -72,7 +72,7 @@ def project(
     form: str,
     milestones: Mapping[str, Milestone],
     *,
-    graded_by: type[Grader] = Grader,
+    graded_by: type[Grader],
     on_failure: str | Mapping[type[Exception], str] = "",
     collectives: bool = True,
 ) -> None:

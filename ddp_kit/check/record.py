@@ -111,15 +111,14 @@ def record(
     goals: tuple[float, float, float],
     along: str = "round",
     rows: Sequence[str] = (),
-    collectives: bool = False,
 ) -> Callable[[Callable[[Grader], Score]], Callable[[Grader], Score]]:
     """Register how an answer is scored, as `kit.check.exercise_2_9`. For the others, see Record.
 
-    collectives: whether the ranks may call some, which hide what is sent.
+    Ranks may call no collectives, which hide what is sent.
     """
 
     def add(grade: Callable[[Grader], Score]) -> Callable[[Grader], Score]:
-        known = (number, "record", form, "", grade, (), (), (), {}, collectives)
+        known = (number, "record", form, "", grade, (), (), (), {}, False)
         about = f"Score `{form}` in {unit}: fewer are better."
         register(Record(*known, unit, goals, along, rows), about)
         return grade

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from itertools import product
 
 import torch
 
-from ddp_kit.check.compared import compared
-from ddp_kit.check.grader import SENT, SIZES, UNCHANGED, Grader, brought, drawn, exercise, in_place
-from ddp_kit.check.record import ROUNDING, Score, on_a_wire, record
-from ddp_kit.error_text import count
+from ddp_kit.check.compared import Used, asked, by_rank, compared
+from ddp_kit.check.grader import SENT, SIZES, UNCHANGED, Grader, brought, drawn, in_place
+from ddp_kit.check.record import Score, on_a_wire, record
 from ddp_kit.errors import DeadlockError, MismatchError
 from ddp_kit.trace import Trace
 
@@ -49,14 +47,11 @@ def _gather_chunks(rank: int, world_size: int, gather_chunks: Callable) -> torch
     return tensor
 
 
-@compared("4.d", "break_even(n, alpha, beta)", sizes=(1,))
-def _break_even(rank: int, world_size: int, break_even: Callable) -> dict[str, float]:
-    asked = ((4, 50e-6, 1e-10), (3, 2e-6, 1e-10), (100, 50e-6, 1e-8), (2, 50e-6, 1e-10))
-    return {f"break_even{numbers}": float(break_even(*numbers)) for numbers in asked}
-
-
-def _divides(case: tuple) -> str:
-    return "60 numbers" if case[1] == (60,) else "sizes that do not divide by the ranks"
+asked(
+    "4.d",
+    "break_even(n, alpha, beta)",
+    [(4, 50e-6, 1e-10), (3, 2e-6, 1e-10), (100, 50e-6, 1e-8), (2, 50e-6, 1e-10)],
+)
 
 
 def _piece_lengths(n: int, alike: bool) -> list[int]:
@@ -83,95 +78,69 @@ def _reduce_scatter(rank: int, n: int, reduce_scatter: Callable, alike: bool) ->
     return {"output": output, "pieces": pieces}
 
 
-@exercise(
+def _pipelined(trace: Trace, n: int, numbers: int, pieces: int) -> list[Used]:
+    """Return what each rank sent, in messages of which size, and what it waited for before."""
+    if numbers != 60 or n == 1:
+        return []  # some pieces are empty and need not be sent
+    found = by_rank(trace)
+    for rank in range(n):
+        mine = [event for event in trace if event.rank == rank]
+        sent = [event for event in mine if event.kind == "send"]
+        largest = max((event.nbytes for event in sent), default=0)
+        found.append(Used(f"rank {rank} sent a message of {{}}", largest, part=AT_ONCE))
+        # The first sends are the rank's own chunk. The next one passes on what it received.
+        passed_on = sorted(event.start for event in sent)[pieces : pieces + 1]
+        waits = [event.waited or 0 for event in mine if event.kind == "recv"]
+        before = sum(wait < moment for moment in passed_on for wait in waits)
+        words = f"rank {rank} waited for {{}} before it passed on the first"
+        found.append(Used(words, max(1, before), "piece", AT_ONCE))
+    return found
+
+
+@compared(
     "4.2",
     "pipelined_ring(tensor, pieces)",
     "each piece is passed on as soon as it is there",
     on_failure={DeadlockError: "unmatched"},
     collectives=False,
-    cases=[(n, *each) for n in SIZES for each in (((60,), 3), ((7,), 2), ((60,), 1))],
+    sizes=SIZES,
+    spare=1,
+    used=_pipelined,
+    cases=[(n, *each) for n in SIZES for each in ((60, 3), (7, 2), (60, 1))],
     others=(SENT, AT_ONCE),
-    part=_divides,
+    part=lambda case: "60 numbers" if case[1] == 60 else "sizes that do not divide by the ranks",
+    call=lambda n, numbers, pieces: f"pipelined_ring(tensor of {numbers}, pieces={pieces})",
 )
-def _pipelined_ring(grader: Grader, world_size: int, shape: tuple[int, ...], pieces: int) -> None:
-    case = f"pipelined_ring(tensor of shape {shape}, pieces={pieces})"
-    trace = _sum(grader, shape, world_size, case, pieces)
-    if shape != (60,) or world_size == 1:
-        return  # some pieces are empty and need not be sent
-    messages = 2 * (world_size - 1) * pieces
-    for rank in range(world_size):
-        _as_a_pipeline(grader, trace, rank, messages, pieces)
+def _pipelined_ring(rank: int, n: int, ring: Callable, numbers: int, pieces: int) -> torch.Tensor:
+    return in_place(rank, n, ring, brought(n, numbers), pieces)
 
 
-def _sum(grader: Grader, shape: tuple, world_size: int, case: str, *pieces: int) -> Trace:
-    """Run one case, check the sum and the bytes, and return the trace."""
-    held = brought(world_size, *shape)
-    result = grader.run(in_place, held, *pieces, world_size=world_size, case=case)
-    mistakes = {UNCHANGED: held, "wrong chunk": True}
-    grader.compare([sum(held[1:], held[0])] * world_size, result, mistakes)
-    longest = -(-held[0].numel() // world_size)
-    needed = 2 * (world_size - 1) * longest * 4
-    grader.check_sent(needed, "too many bytes")
-    return result.trace
+def _seconds(trace: Trace, n: int, numbers: int, beta: float) -> list[Used]:
+    taken = 1e6 * on_a_wire(trace, ALPHA, beta).value
+    part = SMALL if beta == FAST else LARGE
+    return [Used("it takes {} on this wire", taken, "microsecond", part)]
 
 
-def _as_a_pipeline(grader: Grader, trace: Trace, rank: int, messages: int, pieces: int) -> None:
-    """Fail unless `rank` sent piece by piece, and each before it waited for the one after it."""
-    mine = [event for event in trace if event.rank == rank]
-    sends = sorted(event.start for event in mine if event.kind == "send")
-    if len(sends) < messages:
-        fact = f"right, but rank {rank} sent {count(len(sends), 'message')} instead of {messages}"
-        grader.fail(fact, hint="sent whole", part=AT_ONCE)
-        return
-    # The first sends are the rank's own chunk. The next one passes on what it received.
-    passed_on = sends[pieces]
-    before = sum(event.kind == "recv" and (event.waited or 0) < passed_on for event in mine)
-    if before > 1:
-        grader.fail(
-            f"right, but rank {rank} waited for {before} pieces before it passed on the first",
-            hint="waits for all",
-            part=AT_ONCE,
-        )
-
-
-@exercise(
+@compared(
     "4.3",
     "all_reduce(tensor, alpha, beta)",
     "as fast as doubling or the ring",
     kind="function",
     collectives=False,
-    cases=product((4, 2, 6, 3, 1), ((1000, FAST), (1000, SLOW), (10_000, SLOW))),
+    sizes=(4, 2, 6, 3, 1),
+    spare=1.05,  # chunks may be cut in another way
+    used=_seconds,
+    cases=[
+        (n, *each) for n in (4, 2, 6, 3, 1) for each in ((1000, FAST), (1000, SLOW), (10_000, SLOW))
+    ],
     others=(SMALL, LARGE),
     part=lambda case: "on 1, 2 and 4 ranks" if case[0] in (1, 2, 4) else "on 3 and 6 ranks",
-    where="on 1, 2, 3, 4 and 6 ranks",
+    call=lambda n, numbers, beta: (
+        f"all_reduce(tensor of {4 * numbers:,} bytes, alpha={ALPHA:g}, beta={beta:g})"
+    ),
 )
-def _all_reduce(grader: Grader, world_size: int, case: tuple[int, float]) -> None:
-    numel, beta = case
-    held, power = brought(world_size, numel), world_size & (world_size - 1) == 0
-    called = f"all_reduce(tensor of {4 * numel:,} bytes, alpha={ALPHA:g}, beta={beta:g})"
-    args = (in_place, held, ALPHA, beta)
-    partner = "" if power else "no partner"
-    result = grader.run(*args, world_size=world_size, case=called, failed=lambda error: partner)
-    mistakes = {UNCHANGED: held, "no partner": not power, "other sum": True}
-    grader.compare([sum(held[1:], held[0])] * world_size, result, mistakes)
-    taken, doubling = on_a_wire(result.trace, ALPHA, beta).value, _doubling(world_size, numel, beta)
-    enough = min(doubling, _ring(world_size, numel, beta))
-    if taken > ROUNDING * enough:
-        fact = f"right, but that takes {1e3 * taken:.3g} ms on this wire"
-        small = doubling == enough
-        hint, part = ("slow if small", SMALL) if small else ("slow if large", LARGE)
-        grader.fail(f"{fact} where {1e3 * enough:.3g} ms would be enough", hint=hint, part=part)
-
-
-def _doubling(n: int, numel: int, beta: float) -> float:
-    """Return the seconds of recursive doubling; ranks above a power of two have a partner."""
-    rounds = n.bit_length() - 1 + 2 * (n & (n - 1) > 0)
-    return rounds * (ALPHA + 4 * numel * beta)
-
-
-def _ring(n: int, numel: int, beta: float) -> float:
-    """Return the seconds of the chunked ring, whose steps last as long as the longest chunk."""
-    return 2 * (n - 1) * (ALPHA + 4 * math.ceil(numel / n) * beta)
+def _all_reduce(rank: int, n: int, all_reduce: Callable, numbers: int, beta: float) -> torch.Tensor:
+    return in_place(rank, n, all_reduce, brought(n, numbers), ALPHA, beta)
 
 
 @record("4.4", "sum_in_rounds(tensor)", "rounds", (6, 4, 3), along="round")

@@ -7,7 +7,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
-from datetime import timedelta
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -17,19 +17,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp_kit.check.compared import compared, hunt
+from ddp_kit.check.compared import alone, compared, hunt, in_parts
 from ddp_kit.check.grader import (
     SIZES,
-    STORE_LIMIT,
-    Grader,
     by_size,
-    exercise,
     name_counts,
     only,
     open_store,
     shared_folder,
 )
-from ddp_kit.check.init_methods import ScriptedStore
+from ddp_kit.check.init_methods import ScriptedStore, come_by_turns
 from ddp_kit.errors import RankError
 
 PER_HOST = 2
@@ -59,99 +56,55 @@ def _my_place(rank: int, world_size: int, my_place: Callable, gpus: int) -> Any:
         return my_place(gpus)
 
 
-@exercise(
+NEXT = "the next step"
+
+
+@compared(
     "11.2",
     "resume(folder, weights)",
     "with a checkpoint and without",
     on_failure="rank 0 only",
-    others=("the next step",),
+    **in_parts(NEXT),
 )
-def _resume(grader: Grader, world_size: int) -> None:
-    for step in (3, None):
-        with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as empty:
-            if step is not None:
-                saved = {"step": step, "weights": torch.tensor([5.0, 6.0, 7.0])}
-                torch.save(saved, Path(folder, "checkpoint.pt"))
-            case = f"resume {'with' if step else 'without'} a checkpoint"
-            result = grader.run(_resume_training, folder, empty, world_size=world_size, case=case)
-        steps = [value["step"] for value in result]
-        weights = [value["weights"] for value in result]
-        kept = torch.tensor([5.0, 6.0, 7.0]) if step else torch.ones(3)
-        mistakes = {
-            "weights changed": step is None,
-            "rank 0 only": torch.equal(weights[0], kept),
-            "not copied": True,
-        }
-        grader.compare([kept] * world_size, weights, mistakes, place=" in weights")
-        wanted = [step or 0] * world_size
-        mistake = "wrong step" if step else "not step 0"
-        grader.compare(wanted, steps, mistake, verb="return", part="the next step")
+def _resume(rank: int, n: int, resume: Callable, part: str) -> dict[str, Any]:
+    found = {}
+    for step, name in ((3, "with a checkpoint"), (None, "without a checkpoint")):
+        weights, saved = torch.ones(3), {"step": step, "weights": torch.tensor([5.0, 6.0, 7.0])}
+        with shared_folder(rank) as folder, tempfile.TemporaryDirectory() as empty:
+            if step and rank == 0:
+                torch.save(saved, folder / "checkpoint.pt")
+            returned = resume(str(folder) if rank == 0 else empty, weights)
+        found |= {f"the step {name}": returned} if part else {f"weights {name}": weights}
+    return found
 
 
-@exercise(
+@compared(
     "11.3",
     "ranks_here(store, host, local_world_size)",
     where="on 1, 2, 3, 4 and 5 hosts with 1 to 4 ranks each",
     on_failure={RankError: "not set"},
+    sizes=SIZES,
     part=by_size(SIZES, "host"),
+    spare=None,
 )
-def _ranks_here(grader: Grader, hosts: int) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        path = str(Path(folder, "store"))
-        result = grader.run(_count_ranks, path, STORE_LIMIT, world_size=hosts)
-    sizes = LOCAL_SIZES[:hosts]
-    first = [sum(sizes[:host]) for host in range(hosts)]
-    mistakes = {
-        "no list": not all(isinstance(value, list) for value in result),
-        "equal hosts": (
-            [list(range(host * size, (host + 1) * size)) for host, size in enumerate(sizes)]
-        ),
-        "wrong first rank": True,
-    }
-    wanted = [list(range(begin, begin + size)) for begin, size in zip(first, sizes, strict=True)]
-    grader.compare(wanted, result, mistakes, verb="return")
-
-
-def _resume_training(rank: int, world_size: int, resume: Callable, folder: str, empty: str) -> dict:
-    weights = torch.ones(3)
-    step = resume(folder if rank == 0 else empty, weights)
-    return {"step": step, "weights": weights}
-
-
-def _count_ranks(rank: int, world_size: int, answer: Callable, path: str, limit: timedelta) -> Any:
-    return answer(open_store(path, world_size, limit), rank, LOCAL_SIZES[rank])
+def _ranks_here(rank: int, n: int, ranks_here: Callable) -> Any:
+    with shared_folder(rank) as folder:
+        return ranks_here(open_store(folder, n), rank, LOCAL_SIZES[rank])
 
 
 hunt("11.9")
 
 
-@compared("11.a", "take_number(store, hosts)", sizes=(1,))
-def _take_number(rank: int, world_size: int, take_number: Callable) -> dict:
-    three, two = (_come_by_turns(take_number, hosts) for hosts in (3, 2))
-    return three | {"both with two hosts": two}
-
-
-def _come_by_turns(take_number: Callable, hosts: int) -> dict:
-    store = ScriptedStore()
-    numbers: list[Any] = []  # of the hosts that have gone on
-    gone_on: list[int] = []  # how many have, when 1, 2 and so on have come
-
-    def come() -> None:
-        store.later = others_come
-        numbers.append(take_number(store, hosts))
-
-    def others_come() -> None:
-        gone_on.append(len(numbers))
-        if len(gone_on) < hosts:
-            come()
-
-    come()
-    while len(gone_on) < hosts:  # nobody has waited
-        others_come()
-    return {
-        f"the hosts that have gone on when {name_counts(range(1, hosts + 1))} have come": gone_on,
-        "the numbers": sorted(numbers, key=str),
-    }
+@alone("11.a", "take_number(store, hosts)")
+def _take_number(take_number: Callable) -> dict:
+    found = {}
+    for hosts in (3, 2):
+        store = ScriptedStore()
+        *gone_on, numbers = come_by_turns(store, hosts, partial(take_number, store, hosts))
+        came = f"when {name_counts(range(1, hosts + 1))} have come"
+        found[f"the hosts that have gone on {came}"] = [len(each) for each in gone_on]
+        found[f"the numbers of {hosts} hosts"] = sorted(numbers, key=str)
+    return found
 
 
 class Killed(BaseException):
@@ -191,8 +144,8 @@ def _read(file: Path) -> Any:
         return "it cannot be read"
 
 
-@compared("11.b", "save(folder, step, weights)", sizes=(1,))
-def _save(rank: int, world_size: int, save: Callable) -> dict:
+@alone("11.b", "save(folder, step, weights)")
+def _save(save: Callable) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "checkpoint.pt")
         save(folder, 3, torch.tensor([1.0, 2.0]))

@@ -11,15 +11,14 @@ from collections.abc import Callable
 import torch
 
 from ddp_kit import model
-from ddp_kit.check.compared import Counted, compared
-from ddp_kit.check.grader import Grader, exercise
+from ddp_kit.check.compared import Used, alone, as_float, asked, compared
+from ddp_kit.check.grader import Grader, called_with
 from ddp_kit.check.record import Score, Span, record
 from ddp_kit.errors import ModelError
 from ddp_kit.model.transformer import LLAMA_70B
-from ddp_kit.trace import Message
+from ddp_kit.trace import Trace
 
-RATE, REFERENCE = 0.1, 256  # a learning rate, and the global batch that it is for
-SHARDED = (16, 4, 2, 0)  # bytes of a parameter that every rank holds, by the stage of ZeRO
+STAGES = "stages 1 and 2 of ZeRO"
 GIGABYTE = 10**9
 SIZES = (8, 2, 1024, 1, 6, 1000)
 # First the messages in a row alone, then the bytes in a row, then both.
@@ -27,26 +26,7 @@ PRICES = ((1.0, 0.0), (0.0, 1.0), (20e-6, 1 / 5e9))
 NAMES = ("of the ring", "of halving-doubling")
 
 
-@exercise(
-    "12.1",
-    "two_costs(n, nbytes, alpha, beta)",
-    where="for 1, 2, 6, 8, 1,000 and 1,024 ranks",
-    cases=[((n, 4000.0, *price), name) for price in PRICES for n in SIZES for name in NAMES],
-    part=lambda case: f"the seconds {case[1]}",
-)
-def _two_costs(grader: Grader, call: tuple, name: str) -> None:
-    found = grader.ask(*call)
-    if not isinstance(found, tuple | list) or len(found) != 2:
-        grader.fail(f"it returns {found!r}", hint="one time only")
-    wanted = model.chunked_ring(*call), model.halving_doubling(*call)
-    place, mistake = NAMES.index(name), _mistake_in_cost(*call, name)
-    always = wanted[1] + 2 * (call[2] + call[1] * call[3])
-    why = {"swapped": wanted[1 - place], mistake: True}
-    why = {"others everywhere": always, **why} if place else why
-    grader.expect(wanted[place], found[place], why, f" for the seconds {name}")
-
-
-def _mistake_in_cost(n: int, nbytes: float, alpha: float, beta: float, name: str) -> str:
+def _mistake_in_cost(name: str, n: int, nbytes: float, alpha: float, beta: float) -> str:
     if alpha and beta:
         return "price left out"
     if name == NAMES[0]:
@@ -56,77 +36,66 @@ def _mistake_in_cost(n: int, nbytes: float, alpha: float, beta: float, name: str
     return "one way only" if alpha else "whole swaps"
 
 
-@exercise(
+@compared(
+    "12.1",
+    "two_costs(n, nbytes, alpha, beta)",
+    sizes=(1,),
+    where="for 1, 2, 6, 8, 1,000 and 1,024 ranks",
+    cases=[(1, name, n, 4000.0, *price) for price in PRICES for n in SIZES for name in NAMES],
+    part=lambda case: f"the seconds {case[1]}",
+    call=lambda _, name, *given: called_with("two_costs", given),
+    otherwise=lambda _, *case: _mistake_in_cost(*case),
+)
+def _two_costs(rank: int, _: int, two_costs: Callable, name: str, *given: float) -> dict:
+    found = two_costs(*given)
+    if not isinstance(found, tuple | list) or len(found) != 2:
+        return {"what is returned": found}
+    return {f"the seconds {name}": as_float(found[NAMES.index(name)])}
+
+
+MISTAKES = {  # of a learning rate, by what is asked
+    (5000, 8192, 1000): "not scaled",
+    (5000, 64, 1000): "small batch",
+    (0, 8192, 1000): "wrong beginning",
+    (500, 8192, 1000): "uneven steps",
+    (999, 8192, 1000): "too early",
+    (1000, 8192, 1000): "grows on",
+    (250, 512, 1000): "uneven steps",
+    (700, 256, 1000): "nothing to scale",
+    (0, 8192, 0): "no warm-up",
+}
+
+asked(
     "12.2",
     "learning_rate(step, batch, warmup)",
+    MISTAKES,
+    lambda step, batch, warmup: f"{'during' if step < warmup else 'after'} the warm-up",
     where="in the first step, during the warm-up and after it",
-    cases=[
-        (5000, 8192, 1000, "not scaled"),
-        (5000, 64, 1000, "small batch"),
-        (0, 8192, 1000, "wrong beginning"),
-        (500, 8192, 1000, "uneven steps"),
-        (999, 8192, 1000, "too early"),
-        (1000, 8192, 1000, "grows on"),
-        (250, 512, 1000, "uneven steps"),
-        (700, 256, 1000, "nothing to scale"),
-        (0, 8192, 0, "no warm-up"),
-    ],
-    part=lambda case: "during the warm-up" if case[0] < case[2] else "after the warm-up",
+    otherwise=lambda _, *given: MISTAKES[given],
 )
-def _learning_rate(grader: Grader, step: int, batch: int, warmup: int, mistake: str) -> None:
-    found = grader.ask(step, batch, warmup)
-    whole = RATE * batch / REFERENCE
-    warming = RATE + (whole - RATE) * step / max(1, warmup)
-    want = warming if step < warmup else whole
-    grader.expect(want, found, {"grows on": step > warmup and warming, mistake: True})
-
-
-@exercise(
+asked(
     "12.3",
     "ranks_needed(parameters, memory, stage)",
-    where="for DDP and the three stages of ZeRO",
-    cases=[
+    [
         *((6.7e9, 30.0 * GIGABYTE, stage) for stage in (3, 2, 1, 0)),
         *((6.7e9, 20.0 * GIGABYTE, 1), (70e9, 80.0 * GIGABYTE, 3), (1e9, 80.0 * GIGABYTE, 0)),
     ],
-    part=lambda case: {0: "DDP", 3: "stage 3 of ZeRO"}.get(case[2], "stages 1 and 2 of ZeRO"),
+    lambda _, memory, stage: {0: "DDP", 3: "stage 3 of ZeRO"}.get(stage, STAGES),
+    where="for DDP and the three stages of ZeRO",
 )
-def _ranks_needed(grader: Grader, parameters: float, memory: float, stage: int) -> None:
-    found = grader.ask(parameters, memory, stage)
-    kept = SHARDED[stage]
-    room = memory / parameters - kept
-    exact = (16 - kept) / room if room > 0 else math.inf
-    want = max(1, math.ceil(exact)) if room > 0 else None
-    if want is None or found is None:
-        if found is not want:
-            fact = f"it should return {want} but returns {found!r}"
-            grader.fail(fact, hint="never fits" if want is None else "none though it fits")
-        return
-    mistakes = {
-        "stage 0 divided": stage == 0,
-        "not rounded up": isinstance(found, int | float) and want - 1 <= found < want,
-        "more than needed": isinstance(found, int) and found > want,
-        "wrong bytes": True,
-    }
-    grader.expect(want, found, mistakes)
-
-
-@exercise(
+UTILIZATIONS = {  # by what is asked: its part, and the mistake in it
+    (3200.0, 1, 6.7e9, 32, 4096, 0, 312e12): ("without attention", "wrong operations"),
+    (3200.0, 1, 6.7e9, 32, 4096, 4096, 312e12): ("with attention", "no attention"),
+    (25600.0, 8, 6.7e9, 32, 4096, 4096, 312e12): ("on 8 GPUs", "one peak"),
+}
+asked(
     "12.4",
     "mfu(tokens_per_second, gpus, parameters, layers, width, length, peak)",
+    UTILIZATIONS,
+    lambda *given: UTILIZATIONS[given][0],
     where="with and without attention, on 1 and 8 GPUs",
-    cases=[
-        ("without attention", (3200.0, 1, 6.7e9, 32, 4096, 0, 312e12), "wrong operations"),
-        ("with attention", (3200.0, 1, 6.7e9, 32, 4096, 4096, 312e12), "no attention"),
-        ("on 8 GPUs", (25600.0, 8, 6.7e9, 32, 4096, 4096, 312e12), "one peak"),
-    ],
-    part=lambda case: case[0],
+    otherwise=lambda _, *given: UTILIZATIONS[given][1],
 )
-def _mfu(grader: Grader, part: str, call: tuple, mistake: str) -> None:
-    found = grader.ask(*call)
-    tokens, gpus, parameters, layers, width, length, peak = call
-    want = (6 * parameters + 12 * layers * width * length) * tokens / (gpus * peak)
-    grader.expect(want, found, {"percentage": 100 * want, mistake: True})
 
 
 def _own(rank: int) -> torch.Tensor:
@@ -140,8 +109,11 @@ def _tree(rank: int, world_size: int, tree: Callable) -> torch.Tensor:
     return tensor
 
 
-def _leaves_its_host(message: Message, world_size: int, per_host: int) -> bool:
-    return message.src // per_host != message.dst // per_host
+def _to_other_hosts(trace: Trace, world_size: int, per_host: int) -> list[Used]:
+    sent = [0] * world_size
+    for message in trace.messages():
+        sent[message.src] += message.nbytes * (message.src // per_host != message.dst // per_host)
+    return [Used(f"rank {rank} sent {{}} to other hosts", each) for rank, each in enumerate(sent)]
 
 
 @compared(
@@ -151,7 +123,7 @@ def _leaves_its_host(message: Message, world_size: int, per_host: int) -> bool:
     cases=[(4, 2), (6, 2), (6, 3)],  # ranks, and how many of them a host has
     part=lambda case: f"on {case[0]} ranks",
     spare=1.0,
-    counted=Counted(" to other hosts", _leaves_its_host),
+    used=_to_other_hosts,
     call=lambda ranks, per_host: f"two_level(tensor, {per_host})",
     collectives=False,
 )
@@ -169,8 +141,8 @@ STEPS = {  # ranks, buckets, forward, backward, bytes per second
 }
 
 
-@compared("12.c", "step(n, buckets, forward, backward, cost)", sizes=(1,))
-def _step(rank: int, world_size: int, step: Callable) -> dict[str, float]:
+@alone("12.c", "step(n, buckets, forward, backward, cost)")
+def _step(step: Callable) -> dict[str, float]:
     def seconds(
         ranks: int, buckets: list[float], forward: float, backward: float, speed: float
     ) -> float:
@@ -189,10 +161,8 @@ FAILURES = {  # their moments, in a training of 20 steps of 10 s, with a save ev
 }
 
 
-@compared(
-    "12.10", "goodput(steps, seconds, every, save, restart, failures)", kind="function", sizes=(1,)
-)
-def _goodput(rank: int, world_size: int, goodput: Callable) -> dict[str, float]:
+@alone("12.10", "goodput(steps, seconds, every, save, restart, failures)", kind="function")
+def _goodput(goodput: Callable) -> dict[str, float]:
     found = {
         f"the goodput {name}": goodput(20, 10.0, 4, 3.0, 5.5, list(failures))
         for name, failures in FAILURES.items()

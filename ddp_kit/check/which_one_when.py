@@ -15,13 +15,12 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from ddp_kit.check.compared import compared
-from ddp_kit.check.grader import Grader, exercise, hint_for, only
+from ddp_kit.check.compared import alone, asked, compared
+from ddp_kit.check.grader import Grader, called_with, only
 from ddp_kit.check.record import Score, Span, record
 from ddp_kit.error_text import count
 from ddp_kit.model import DGX_H100, FP32, MIXED, Plan, Precision, Transformer
 
-BYTES = ((16, 0), (4, 12), (2, 14), (0, 16))  # kept and shared, of a parameter, by stage of ZeRO
 # Seconds of computing: a backward that hides a reduce_scatter, a forward that hides a gather.
 HIDES_A_REDUCTION, HIDES_A_GATHER = 0.002, 0.0036
 
@@ -36,107 +35,52 @@ def _gradient_norm(rank: int, world_size: int, answer: Callable) -> float:
     return float(answer(model, mesh, {"0.weight", "1.weight"}))
 
 
-@exercise(
+asked(
     "20.2",
     "smallest_stage(parameters, ranks, memory)",
-    where="from 1 to 64 ranks, with a memory of 1 to 130 GB",
-    cases=[
+    [
         *((7.5e9, 64, memory) for memory in (130e9, 40e9, 20e9, 10e9, 1e9)),
         *((1e9, 1, 17e9), (1e9, 1, 15e9), (70e9, 16, 80e9), (1e9, 8, 16e9)),
     ],
-    part=lambda call: "on 64 ranks" if call[1] == 64 else "on 1 to 16 ranks",
+    lambda _, ranks, memory: "on 64 ranks" if ranks == 64 else "on 1 to 16 ranks",
+    where="from 1 to 64 ranks, with a memory of 1 to 130 GB",
+    exact=True,
 )
-def _smallest_stage(grader: Grader, parameters: float, ranks: int, memory: float) -> None:
-    found = grader.ask(parameters, ranks, memory)
-    needed = [parameters * (kept + shared / ranks) for kept, shared in BYTES]
-    fitting = [stage for stage, nbytes in enumerate(needed) if nbytes <= memory]
-    want = fitting[0] if fitting else None
-    if type(found) is type(want) and found == want:
-        return
-    shown = ", ".join(f"{nbytes / 1e9:.1f}" for nbytes in needed)
-    mistakes = {
-        "nothing fits": want is None,
-        "not the smallest": found in fitting,
-        "wrong bytes": True,
-    }
-    grader.fail(
-        f"it returns {found!r} where {want!r} is right",
-        f"stages 0 to 3 need {shown} GB on a rank, and it has {memory / 1e9:.0f} GB",
-        hint=hint_for(found, mistakes),
-    )
+MESHES = {  # by name: what a rank sends, and how many ranks there are
+    "tp, pp and dp": ({"tp": 90.0, "pp": 1.0, "dp": 6.0}, {"tp": 8, "pp": 4, "dp": 16}, 8),
+    "dp, pp and tp": ({"dp": 6.0, "pp": 1.0, "tp": 90.0}, {"dp": 16, "pp": 4, "tp": 2}, 8),
+    "a large host": ({"dp": 6.0, "cp": 9.0, "tp": 90.0}, {"dp": 2, "cp": 2, "tp": 4}, 16),
+    "a small host": ({"dp": 6.0, "cp": 9.0, "tp": 90.0}, {"dp": 2, "cp": 4, "tp": 4}, 8),
+    "no room": ({"dp": 6.0, "tp": 90.0}, {"dp": 4, "tp": 16}, 8),
+}
 
 
-@exercise(
+@compared(
     "20.3",
     "inside(sent, ranks, per_host)",
+    sizes=(1,),
     where="for hosts with 8 and 16 ranks",
-    cases=[
-        ({"tp": 90.0, "pp": 1.0, "dp": 6.0}, {"tp": 8, "pp": 4, "dp": 16}, 8),
-        ({"dp": 6.0, "pp": 1.0, "tp": 90.0}, {"dp": 16, "pp": 4, "tp": 2}, 8),
-        ({"dp": 6.0, "cp": 9.0, "tp": 90.0}, {"dp": 2, "cp": 2, "tp": 4}, 16),
-        ({"dp": 6.0, "cp": 9.0, "tp": 90.0}, {"dp": 2, "cp": 4, "tp": 4}, 8),
-        ({"dp": 6.0, "tp": 90.0}, {"dp": 4, "tp": 16}, 8),
-    ],
-    part=lambda call: f"hosts with {call[2]} ranks",
+    cases=[(1, name) for name in MESHES],
+    part=lambda case: f"hosts with {MESHES[case[1]][2]} ranks",
+    call=lambda _, name: called_with("inside", MESHES[name]),
 )
-def _inside(grader: Grader, *call: Any) -> None:
-    found = grader.ask(*call)
-    sent, ranks, per_host = call
-    want, room = [], per_host
-    for name in sorted(sent, key=sent.get, reverse=True):
-        if room % ranks[name]:
-            break
-        want.append(name)
-        room //= ranks[name]
-    if isinstance(found, list) and found == want:
-        return
-    known = isinstance(found, list) and all(name in list(ranks) for name in found)
-    names = found if known else []
-    together = math.prod(ranks[name] for name in names)
-    mistakes = {
-        "no list": not isinstance(found, list),
-        "not most first": known and sorted(names) == sorted(want),
-        "too many ranks": together > per_host,
-        "stops early": bool(names) and names == want[: len(names)],
-        "not in order": True,
-    }
-    grader.fail(
-        f"it returns {found!r} where {want!r} is right",
-        *([f"these are {together} ranks, and a host has {per_host}"] if names else []),
-        hint=hint_for(found, mistakes),
-    )
+def _inside(rank: int, world_size: int, inside: Callable, name: str) -> Any:
+    sent, ranks, per_host = MESHES[name]
+    return inside(dict(sent), dict(ranks), per_host)
 
 
-@exercise(
+asked(
     "20.4",
     "step_seconds(layers, width, parameters, context, tokens, gpus, peak, mfu)",
-    where="for Llama 3 with 405 billion parameters, and for one with 6.7",
-    cases=[
+    [
         (126, 16_384, 405e9, 8_192, 16.8e6, 8_192, 989e12, 0.43),
         (126, 16_384, 405e9, 131_072, 16.8e6, 16_384, 989e12, 0.38),
         (32, 4_096, 6.7e9, 4_096, 4e6, 1_024, 312e12, 0.45),
         (32, 4_096, 6.7e9, 0, 4e6, 1_024, 312e12, 0.45),
     ],
-    part=lambda call: "with attention" if call[3] else "without attention",
+    lambda *given: "with attention" if given[3] else "without attention",
+    where="for Llama 3 with 405 billion parameters, and for one with 6.7",
 )
-def _step_seconds(grader: Grader, *call: Any) -> None:
-    found = grader.ask(*call)
-    layers, width, parameters, context, tokens, gpus, peak, mfu = call
-    attention = 12 * layers * width * context
-    rate = gpus * peak * mfu
-    want = (6 * parameters + attention) * tokens / rate
-    mistakes = {
-        "no attention": 6 * parameters * tokens / rate,
-        "forward only": want / 3,
-        "one gpu": want * gpus,
-        "no mfu": want * mfu,
-        "times mfu": want * mfu**2,
-        "one token": want / tokens,
-        "two flops": (2 * parameters + attention) * tokens / rate,
-        "attention forward only": (6 * parameters + attention / 3) * tokens / rate,
-        "other number": True,
-    }
-    grader.expect(want, found, mistakes, " seconds")
 
 
 @compared("20.a", "train_by_hand(rank, world_size)", sizes=(4,))
@@ -155,13 +99,10 @@ def _train_by_hand(rank: int, world_size: int, train: Callable) -> Any:
     return found
 
 
-@compared(
-    "20.b",
-    "states_by_hand(parameters, n, zero, precision)",
-    sizes=(1,),
-    where="for all stages and two precisions",
+@alone(
+    "20.b", "states_by_hand(parameters, n, zero, precision)", "for all stages and two precisions"
 )
-def _states(rank: int, world_size: int, states: Callable) -> dict:
+def _states(states: Callable) -> dict:
     cases = [(zero, 8, MIXED, "mixed precision") for zero in range(4)] + [(2, 4, FP32, "float32")]
     return {
         f"states_by_hand(1000, {n}, {zero}), {name}": {
@@ -171,13 +112,8 @@ def _states(rank: int, world_size: int, states: Callable) -> dict:
     }
 
 
-@compared(
-    "20.c",
-    "dp_by_hand(model, plan, cluster, precision, compute)",
-    sizes=(1,),
-    where="for all stages",
-)
-def _dp_seconds(rank: int, world_size: int, seconds: Callable) -> dict:
+@alone("20.c", "dp_by_hand(model, plan, cluster, precision, compute)", "for all stages")
+def _dp_seconds(seconds: Callable) -> dict:
     model, found = Transformer(8, 1024, 16, 32000, 2048), {}
     cases = {
         "nothing can be hidden": (0.0, MIXED),
@@ -208,14 +144,10 @@ PIPELINES = {
 }
 
 
-@compared(
-    "20.10",
-    "cut_into_stages(seconds, kept, stages, memory)",
-    sizes=(1,),
-    where="for 9 pipelines",
-    kind="function",
+@alone(
+    "20.10", "cut_into_stages(seconds, kept, stages, memory)", "for 9 pipelines", kind="function"
 )
-def _stages(rank: int, world_size: int, cut: Callable) -> dict:
+def _stages(cut: Callable) -> dict:
     return {
         name: _paced(seconds, kept, memory, cut(list(seconds), list(kept), stages, memory))
         for name, (seconds, kept, stages, memory) in PIPELINES.items()

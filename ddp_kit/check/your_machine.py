@@ -10,7 +10,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from ddp_kit.check.compared import compared
+from ddp_kit.check.compared import alone, compared
 from ddp_kit.check.grader import ended
 from ddp_kit.error_text import count
 from ddp_kit.errors import RankError
@@ -115,8 +115,8 @@ def _who_am_i(rank: int, world_size: int, who_am_i: Callable) -> dict:
         return who_am_i(None, None)
 
 
-@compared("5.c", "local_rank_of(arguments, environ)", sizes=(1,), where="for all launchers")
-def _local_rank_of(rank: int, world_size: int, local_rank_of: Callable) -> dict:
+@alone("5.c", "local_rank_of(arguments, environ)", "for all launchers")
+def _local_rank_of(local_rank_of: Callable) -> dict:
     cases = [
         ([], {"LOCAL_RANK": "3"}),
         (["--local-rank=0"], {"LOCAL_RANK": "3"}),
@@ -146,14 +146,10 @@ SERVERS = {
 }
 
 
-@compared(
-    "5.3",
-    "threads_of(local_rank, gpu_socket, sockets, core_of)",
-    sizes=(1,),
-    where="for 5 servers",
-    kind="function",
+@alone(
+    "5.3", "threads_of(local_rank, gpu_socket, sockets, core_of)", "for 5 servers", kind="function"
 )
-def _threads_of(rank: int, world_size: int, threads_of: Callable) -> dict:
+def _threads_of(threads_of: Callable) -> dict:
     return {
         f"local rank {local} with {name}": threads_of(local, list(where), sockets, dict(core_of))
         for name, (where, sockets, core_of) in SERVERS.items()

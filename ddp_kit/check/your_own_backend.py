@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_kit.check.compared import compared
-from ddp_kit.check.grader import SIZES, UNCHANGED, EndlessError, Grader, by_size, drawn
+from ddp_kit.check.compared import alone, compared, in_parts
+from ddp_kit.check.grader import UNCHANGED, EndlessError, Grader, drawn
 from ddp_kit.check.record import Score, Span, record
 from ddp_kit.error_text import count
 from ddp_kit.errors import RankDiedError, RankError, RunTimeoutError
@@ -132,14 +132,6 @@ def _at_most(most: int, used: float, noun: str, value: Any) -> Any:
     return value if used <= most else f"right, but {count(int(used), noun)} in place of {most}"
 
 
-def _parts(*others: str, sizes: Sequence[int] = SIZES) -> dict[str, Any]:
-    """Return the cases of an exercise, and to which part each belongs: its own, or these others."""
-    cases = [(n, "") for n in sizes] + [(n, other) for other in others for n in sizes if n != 1]
-    of_size = by_size(sizes)
-    about = {"cases": cases, "part": lambda case: case[1] or of_size(case[0])}
-    return about | {"sizes": sizes, "spare": None}
-
-
 class Flags:
     """The flags of 21.1 and 21.c. own: the only one that the rank may write. looked: at which."""
 
@@ -172,7 +164,7 @@ class Flags:
     "barrier(flags, rank, pause)",
     "three times in a row",
     on_failure={RankError: "other flag", RunTimeoutError: "no pause"},
-    **_parts(AGAIN, FEW),
+    **in_parts(AGAIN, FEW),
 )
 def _barrier(rank: int, world_size: int, barrier: Callable, part: str) -> dict:
     def call(turns: Turns, number: int) -> str:
@@ -193,7 +185,7 @@ def _barrier(rank: int, world_size: int, barrier: Callable, part: str) -> dict:
     "all_reduce_of_two(tensor, pairs, call, rank, barrier)",
     where="on 2 ranks, whichever is faster, four times in a row",
     on_failure={RankError: "other slot"},
-    **_parts(AGAIN, ONE_BARRIER, sizes=(2,)),
+    **in_parts(AGAIN, ONE_BARRIER, sizes=(2,)),
 )
 def _all_reduce(rank: int, world_size: int, all_reduce_of_two: Callable, part: str) -> dict:
     def call(turns: Turns, number: int) -> Any:
@@ -210,7 +202,7 @@ def _all_reduce(rank: int, world_size: int, all_reduce_of_two: Callable, part: s
     "reduce_scatter(tensor, slots, rank, barrier)",
     f"with {LENGTH} numbers in uneven chunks",
     on_failure={RankError: "other slot"},
-    **_parts(AGAIN),
+    **in_parts(AGAIN),
 )
 def _reduce_scatter(rank: int, world_size: int, reduce_scatter: Callable, part: str) -> dict:
     def call(turns: Turns, number: int) -> Any:
@@ -228,7 +220,7 @@ def _reduce_scatter(rank: int, world_size: int, reduce_scatter: Callable, part: 
         RankDiedError: "no work",
         RunTimeoutError: "too large pieces",
     },
-    **_parts(LARGER, DDP, SEVERAL, TOGETHER),
+    **in_parts(LARGER, DDP, SEVERAL, TOGETHER),
 )
 def _backend(rank: int, world_size: int, backend: Callable, part: str) -> Any:
     dist.Backend.register_backend("exercise", backend, devices=["cpu"])
@@ -251,13 +243,8 @@ def _backend(rank: int, world_size: int, backend: Callable, part: str) -> Any:
     return tensors[0][:: 749_999 if part else 1]
 
 
-@compared(
-    "21.a",
-    "Flags(memory, count, limit, pause)",
-    sizes=(1,),
-    where="whether the flags are raised or not",
-)
-def _flags(rank: int, world_size: int, flags: Callable) -> dict:
+@alone("21.a", "Flags(memory, count, limit, pause)", "whether the flags are raised or not")
+def _flags(flags: Callable) -> dict:
     found: dict[str, Any] = {}
     later = {1: (1, 3), 2: (3, 2), 4: (2, 2)}  # which flag is raised to what in a pause
 
@@ -408,7 +395,6 @@ def _on_sockets(rank: int, world_size: int, all_reduce: Callable, held: list) ->
     "µs",
     (1000, 780, 735),
     along="µs",
-    collectives=False,
 )
 def _all_reduce_on_two_sockets(grader: Grader) -> Score:
     held = drawn(SOCKETS, _COUNT)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from answers import assert_mistake, error_text, solved
+from answers import error_text, solved
 
 import ddp_kit as kit
 
@@ -73,50 +73,6 @@ def test_a_shift_that_does_not_wait_for_its_send(capsys):
         "work = dist.isend(tensor, (rank + 1) % n)"
     )
     assert capsys.readouterr().out == "[rank 0] shifted\n[rank 1] shifted\n"  # reported once
-
-
-def stream(sent=(3, 1, 4), returned=True, times=1):
-    """Return an answer to 1.4 that sends other items than it was given."""
-
-    def answer(items):
-        n, received, number = dist.get_world_size(), [], torch.tensor([0])
-        if dist.get_rank() == 0:
-            for item in [*sent, -1]:
-                for dst in [*range(1, n)] * times:
-                    dist.send(torch.tensor([item]), dst)
-            return items if returned else None
-        while number.item() != -1:
-            for _ in range(times):
-                dist.recv(number, 0)
-            received.append(number.item())
-        return received[:-1]
-
-    return answer
-
-
-@pytest.mark.parametrize(
-    ("wrong", "name", "fact"),
-    [
-        (
-            {"returned": False},
-            "wrong items",
-            "rank 0 should return [3, 1, 4] but returns None\n",
-        ),
-        (
-            {"sent": (3, 1)},
-            "wrong items",
-            "stream([3, 1, 4]) on 2 ranks: wrong result\n"
-            "rank 1 should return [3, 1, 4] but returns [3, 1]\n",
-        ),
-        (
-            {"times": 2},
-            "too many messages",
-            "on 2 ranks: right, but 64 bytes were sent where 32 would be enough\n",
-        ),
-    ],
-)
-def test_a_stream_that_is(wrong, name, fact):
-    assert_mistake(kit.check.exercise_1_4, stream(**wrong), name, fact)
 
 
 def test_work_that_is_handed_out_unasked_passes(capsys):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 import torch.distributed as dist
 from answers import assert_mistake
@@ -77,29 +76,7 @@ def directly(pieces):
     return came
 
 
-def in_four_rounds(pieces):
-    rank, n = dist.get_rank(), dist.get_world_size()
-    came = {rank: pieces[rank]}
-    over = torch.empty_like(pieces[0])
-    for way in (3, 2, 1, 4):
-        going = [pieces[(rank + way) % n]]
-        going += [pieces[(rank + 5) % n]] if way == 3 else [over] if way == 2 else []
-        arriving = torch.empty(len(going), len(over))
-        sending = dist.isend(torch.stack(going), (rank + way) % n)
-        dist.recv(arriving, (rank - way) % n)
-        sending.wait()
-        came[(rank - way) % n] = arriving[0]
-        if way == 3:
-            over = arriving[1]
-        elif way == 2:
-            came[(rank - 5) % n] = arriving[1]
-    return [came[src] for src in range(n)]
-
-
-@pytest.mark.parametrize(
-    ("answer", "stars", "goals"), [(directly, "★☆☆ 55 µs", 1), (in_four_rounds, "★★☆ 46 µs", 2)]
-)
-def test_an_all_to_all_that_reaches_some_goals(answer, stars, goals, capsys):
-    assert sum(kit.check.exercise_2_11(answer).parts.values()) == goals
+def test_an_all_to_all_that_reaches_the_first_goal(capsys):
+    assert sum(kit.check.exercise_2_11(directly).parts.values()) == 1
     said = capsys.readouterr().out
-    assert said == f"Exercise 2.11: {stars}; the best known answer has 37.\n"
+    assert said == "Exercise 2.11: ★☆☆ 55 µs; the best known answer has 37.\n"

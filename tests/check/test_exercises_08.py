@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from contextlib import suppress
 from functools import partial
 
 import pytest
@@ -23,17 +22,6 @@ def test_positions_may_be_tensors(capsys):
 
     kit.check.exercise_8_2(OwnSampler)
     assert capsys.readouterr().out.startswith("Exercise 8.2: right on 1, 2, 3, 4 and 5 ranks")
-
-
-@mistake("8.5", "read too early", "right, but rank 1 did not wait for rank 0's file\n")
-def test_a_checkpoint_that_is_read_by_luck(model, path, plain):
-    if dist.get_rank() == 0:
-        torch.save(model.module.state_dict(), path)
-    while True:
-        with suppress(Exception):  # it is not whole yet
-            plain.load_state_dict(torch.load(path))
-            return
-        time.sleep(0.05)
 
 
 @pytest.mark.parametrize("waits", ["    pass", "        dist.barrier()"])  # or only rank 0
@@ -63,15 +51,6 @@ def test_gradients_of_which_the_forward_is_outside_of_no_sync():
         "(model(x).mean() / len(batches))": "(loss / len(batches))",
     }
     assert_mistake(kit.check.exercise_8_3, solved("8.3", changes), "exchanged too often")
-
-
-@mistake("8.5", "wrapper saved", "right, but the names in the file are module.weight\n")
-def test_a_checkpoint_that_is_repaired_when_it_is_read(model, path, plain):
-    if dist.get_rank() == 0:
-        torch.save(model.state_dict(), path)
-    dist.barrier()
-    loaded = torch.load(path)
-    plain.load_state_dict({name.removeprefix("module."): t for name, t in loaded.items()})
 
 
 def test_an_order_of_numbers_that_travel_in_a_tensor(capsys):

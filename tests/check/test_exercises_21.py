@@ -94,25 +94,6 @@ def in_chunks(segment, tensor):
         chunks[owner].copy_(segment.read(owner, starts[owner], len(chunks[0])))
 
 
-def by_quarters(segment, tensor):
-    """A sum over each socket, and then over both by two ranks for each quarter."""
-    me, quarters = segment.rank, tensor.split(len(tensor) // 4)
-    count, place = len(quarters[0]), me % 4
-    near = [rank for rank in range(8) if rank // 4 == me // 4 and rank != me]
-    for rank in near:
-        segment.write(me, rank % 4 * count, quarters[rank % 4])
-    segment.barrier()
-    for rank in near:
-        quarters[place].add_(segment.read(rank, place * count, count))
-    segment.write(me, place * count, quarters[place])
-    segment.barrier()
-    quarters[place].add_(segment.read((me + 4) % 8, place * count, count))
-    segment.write(me, (place + 1) % 4 * count, quarters[place])
-    segment.barrier()
-    for rank in near:
-        quarters[rank % 4].copy_(segment.read(rank, (rank + 1) % 4 * count, count))
-
-
 def each_reads_all(segment, tensor):
     segment.write(segment.rank, 0, tensor)
     segment.barrier()
@@ -121,14 +102,10 @@ def each_reads_all(segment, tensor):
             tensor += segment.read(rank, 0, len(tensor))
 
 
-@pytest.mark.parametrize(
-    ("answer", "stars", "score"), [(in_chunks, "★☆☆", "990"), (by_quarters, "★★☆", "760")]
-)
-def test_goals_of_a_sum_on_two_sockets(answer, stars, score, capsys):
-    credit = kit.check.exercise_21_11(answer)
-    said = f"Exercise 21.11: {stars} {score} µs; the best known answer has 735.\n"
-    assert capsys.readouterr().out == said
-    assert sum(credit.parts.values()) == stars.count("★")
+def test_the_first_goal_of_a_sum_on_two_sockets(capsys):
+    assert sum(kit.check.exercise_21_11(in_chunks).parts.values()) == 1
+    said = capsys.readouterr().out
+    assert said == "Exercise 21.11: ★☆☆ 990 µs; the best known answer has 735.\n"
 
 
 def test_a_sum_on_two_sockets_that_reaches_no_goal():

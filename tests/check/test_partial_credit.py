@@ -104,7 +104,7 @@ def test_a_wasteful_answer_loses_one_part(capsys):
 
     credit = kit.check.credit(kit.check.exercise_2_1, twice)
     assert credit.parts == {"src=0": True, "every other src": True, SENT: False}
-    assert "where 20 would be enough" in credit.wrong[SENT]
+    assert "20 are enough" in credit.wrong[SENT]
     assert capsys.readouterr().out.count("src is") == 2  # of the first run that sent too much
 
 
