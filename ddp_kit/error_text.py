@@ -240,17 +240,6 @@ class TracebackFormatter(TextFormatter):
         return [*lines, ""]
 
 
-class FrameCollector(TextFormatter):
-    """Formats nothing, but collects the lines of code that are shown."""
-
-    def __init__(self) -> None:
-        self.frames: list[Frame] = []
-
-    def _frame(self, frame: Frame) -> list[str]:
-        self.frames.append(frame)
-        return []
-
-
 class _NoticeFormatter(TextFormatter):
     """Names a file as well, if it is neither a cell's nor the script that runs."""
 

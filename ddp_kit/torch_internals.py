@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import atexit
 import functools
-import itertools
 import os
 import threading
 import types
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
 from importlib import import_module
 from multiprocessing import resource_tracker
 from typing import Any, ClassVar
@@ -299,22 +296,6 @@ def operator_name(obj: object) -> str | None:
 
 _OPERATORS = type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor)
 
-SHARED_MEMORY = Feature(
-    "tensors in shared memory arrive at the ranks as copies",
-    "torch:UntypedStorage._share_fd_cpu_",
-    "torch:UntypedStorage._new_shared_fd_cpu",
-)
-
-
-def descriptor_of(storage: torch.UntypedStorage) -> int:
-    """Return the file descriptor of shared memory; -1 if it is empty, or belongs to a file."""
-    return storage._share_fd_cpu_()[0] if SHARED_MEMORY.is_on else -1
-
-
-def shared_storage(descriptor: int, size: int) -> torch.UntypedStorage:
-    """Return shared memory that another process has made."""
-    return torch.UntypedStorage._new_shared_fd_cpu(descriptor, size)
-
 
 def untyped_storage(storage: torch.TypedStorage) -> torch.UntypedStorage:
     """Return the memory of a TypedStorage.
@@ -334,52 +315,13 @@ def typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.Ty
         return torch.TypedStorage(wrap_storage=storage, dtype=dtype)
 
 
-# --- what a worker may change --------------------------------------------------------------
-
-
-def settings() -> Iterator[tuple[str, Callable[[], Any], Callable[..., object]]]:
-    """Yield PyTorch's settings: the name of each, how to ask for it, and how to set it.
-
-    Of those that cannot be set by one call, the last does nothing.
-    """
-    there = vars(torch._C)
-    # In this order, because the precision of float32 sets others, too.
-    for name in sorted(there, key=lambda name: "float32_matmul" not in name):
-        kind, _, what = name.lstrip("_").partition("_")
-        get, put = there[name], there.get(f"_set_{what}") or there.get(f"set_{what}")
-        # The number of threads depends on the world size.
-        if kind not in ("get", "is", "len") or not callable(get) or what == "num_threads":
-            continue
-        # Some need an argument, and some are deprecated.
-        with suppress(Exception), warnings.catch_warnings():
-            warnings.simplefilter("error")
-            if isinstance(get(), bool) or put or kind == "len":
-                # Autocast has a cache, too.
-                settable = put and "autocast" not in what
-                yield what.removeprefix("torch_"), get, put if settable else _do_nothing
-    get, put = there.get("_get_fp32_precision_getter"), there.get("_set_fp32_precision_setter")
-    for of in itertools.product(("generic", "cuda", "mkldnn"), ("all", "matmul", "conv", "rnn")):
-        with suppress(Exception):  # there is no such precision
-            get(*of)
-            yield f"{'.'.join(of)}.fp32_precision", partial(get, *of), partial(put, *of)
-
-
-def _do_nothing(*_value: object) -> None: ...
-
-
-def rpc_is_open() -> bool:
-    """Return whether init_rpc was called, and shutdown was not."""
-    rpc = getattr(torch._C, "_distributed_rpc", None)
-    return getattr(rpc, "_is_current_rpc_agent_set", bool)()
-
-
 # --- what the kit asks Python --------------------------------------------------------------
 
 
 def run_exit_functions() -> None:
     """Join threads, and call what is registered with atexit, as Python does before it ends."""
     for owner, name in ((threading, "_shutdown"), (atexit, "_run_exitfuncs")):
-        getattr(owner, name, _do_nothing)()  # the first also wakes executors that wait for work
+        getattr(owner, name, bool)()  # the first also wakes executors that wait for work
 
 
 def leave_resource_tracker() -> None:

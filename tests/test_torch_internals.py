@@ -48,8 +48,9 @@ LOST = {
 }
 # Modules that have a page in PyTorch's documentation.
 DOCUMENTED = """
-    cloudpickle torch torch.autograd torch.autograd.graph torch.backends torch.backends.mha
-    torch.backends.opt_einsum torch.cuda torch.distributed torch.distributed.checkpoint
+    cloudpickle torch torch.autograd torch.autograd.graph torch.backends torch.backends.cudnn
+    torch.backends.mha torch.backends.opt_einsum torch.cuda torch.distributed
+    torch.distributed.checkpoint
     torch.distributed.algorithms.ddp_comm_hooks.default_hooks torch.distributed.fsdp
     torch.distributed.checkpoint.state_dict torch.distributed.device_mesh torch.distributed.optim
     torch.distributed.pipelining torch.distributed.tensor torch.distributed.tensor.parallel

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import functools
 import io
 import os
@@ -27,7 +26,7 @@ from processes import BOUND
 import ddp_kit as kit
 from ddp_kit.lessons import torchrun as lesson
 from ddp_kit.lessons.init_methods import free_ports
-from ddp_kit.pool import ranks, view
+from ddp_kit.pool import view
 
 pytestmark = pytest.mark.usefixtures("forked_torchrun")
 torchrun = functools.partial(kit.torchrun, nproc_per_node=2)
@@ -325,20 +324,6 @@ def test_an_impossible_rendezvous_is_refused_before_anything_starts():
             two_hosts(master_addr="127.0.0.1", master_port=port)
 
 
-def test_a_host_without_a_free_port_asks_for_one(monkeypatch):
-    create = socket.create_server
-
-    def refuse(address, **options):
-        if address[1]:
-            raise OSError(errno.EADDRINUSE, "Address already in use")
-        return create(address, **options)
-
-    monkeypatch.setattr(socket, "create_server", refuse)
-    message = r"of this host is unavailable \(Address already in use\); set master_port= to a free"
-    with pytest.raises(kit.PoolError, match=message):
-        torchrun(lesson.my_place, nnodes=2, master_addr="127.0.0.1")
-
-
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -378,12 +363,3 @@ def test_ranks_that_never_came_are_reported(capsys):
     with pytest.raises(kit.PoolError, match="torchrun did not start 1 ranks"):
         kit.torchrun(print, nproc_per_node=1, join_timeout=0.01)
     assert capsys.readouterr().out == ""
-
-
-def test_an_interrupt_before_the_ranks_are_asked_for_anything_is_raised(monkeypatch):
-    def interrupted(*_args):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(ranks, "JoinGroup", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        kit.torchrun(lesson.my_place, nproc_per_node=1)

@@ -133,7 +133,7 @@ class Pull:
         held = vars(_session.main) if _session else {}
         found = {name: held[name] for name in self.names if name in held}
         for name, value in found.items():
-            if pickling.find_culprit(value, modules=False):
+            if pickling.find_culprit(value):
                 raise TypeError(
                     f"{name} is a {type(value).__name__}, which cannot be sent to the notebook; "
                     "pull tensors, numbers, strings, or lists and dicts of them"
@@ -220,8 +220,7 @@ def _seal(value: Any) -> Any:
         return value
     pickled = None
     with suppress(Exception):  # it cannot be pickled
-        if not pickling.holds_module(value):
-            pickled = pickling.pickle_whole(value)
+        pickled = pickling.pickle_whole(value)
     try:
         return SealedValue(pickled, repr(value))
     except Exception:  # the learner's own __repr__

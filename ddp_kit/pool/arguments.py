@@ -7,7 +7,6 @@ import functools
 import inspect
 import math
 import operator
-import os
 import reprlib
 import resource
 import sys
@@ -23,15 +22,11 @@ from ddp_kit.backends import choose_backend
 from ddp_kit.errors import KitError, PoolError
 from ddp_kit.pool import view
 from ddp_kit.pool.wire import messages, pickling
-from ddp_kit.trace import is_own
 
 FILES_A_RANK = 5  # control and print pipe, board, and two that multiprocessing holds
 FILES_ELSEWHERE = 100  # what a notebook's kernel has open for itself, generously
 CONTROL_GROUP = Path("/sys/fs/cgroup")  # where a container's limit is
 CACHE = "inactive_file", "active_file"  # of what the group has read; it gives way to processes
-INSIST = "DDP_KIT_MAX_RANKS"  # the environment variable that overrules free memory
-
-LONGEST = 1e300  # seconds; longer ones cannot be added to a time
 
 P, R = ParamSpec("P"), TypeVar("R")
 
@@ -139,16 +134,14 @@ def check_room(size: int, living: int) -> None:
         raise PoolError(
             f"world_size must be at most {most} now, because a rank needs about "
             f"{settings.RANK_MEMORY / 1e6:g} MB and {available_memory() / 1e9:.1f} GB are free, "
-            f"got {size}; call kit.shutdown() in other notebooks, or insist with "
-            f"os.environ[{INSIST!r}] = '{size}'"
+            f"got {size}; call kit.shutdown() in other notebooks, or set kit.settings.RANK_MEMORY "
+            "to what a rank really needs"
         )
 
 
 def ranks_by_memory(living: int) -> int:
     """Return how many ranks fit into the memory that is free, with `living` that run already."""
-    insisted = os.environ.get(INSIST, "")
-    fitting = living + int(available_memory() / settings.RANK_MEMORY)
-    return max(1, fitting, int(insisted) if insisted.isdecimal() else 0)
+    return max(1, living + int(available_memory() / settings.RANK_MEMORY))
 
 
 def ranks_by_files() -> int:
@@ -164,15 +157,9 @@ def ranks_by_files() -> int:
 
 def whole_number(value: Any) -> int | None:
     """Return a whole number as an int, also one of NumPy's or torch's; None if it is none."""
-    if type(value) is int:
-        return value
-    if isinstance(value, bool) or "bool" in str(getattr(value, "dtype", "")):
-        return None
-    if getattr(value, "shape", ()) != ():
-        return None  # torch would take a list of one number for the number
     try:
-        return operator.index(value)
-    except Exception:  # the learner's own __index__ may fail
+        return None if isinstance(value, bool) else operator.index(value)
+    except Exception:
         return None
 
 
@@ -181,7 +168,7 @@ def check_timeout(timeout: float | None, name: str = "timeout", optional: bool =
     if timeout is None and optional:
         return
     number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
-    if not number or not (0 < timeout < LONGEST or timeout == math.inf):
+    if not number or not 0 < timeout <= math.inf:
         none = " or None" if optional else ""
         given = reprlib.repr(timeout)
         raise PoolError(f"{name} must be a positive number of seconds{none}, got {given}")
@@ -255,23 +242,14 @@ def _explain(what: str, culprit: Any, reason: Exception) -> str:
     if what.startswith("get_ipython"):
         return "they have no IPython; call subprocess.run instead of !, and Python instead of %"
     advice = "make it inside the worker, or pass numbers, tensors, lists or dicts"
-    if _is_made_by_library(culprit):
-        advice = "define it inside the worker, or in a module that the worker imports"
-    elif inspect.isroutine(culprit) or inspect.isclass(culprit):
+    if inspect.isroutine(culprit) or inspect.isclass(culprit):
         return f"it uses something that only this process has ({reason})"
     elif "through inheritance" in str(reason) or type(culprit).__name__.endswith("Queue"):
         advice = (
-            "the ranks are running already; return values from the worker, or pass a tensor after "
-            "share_memory_(), or an object of multiprocessing.Manager(), such as its Queue()"
+            "the ranks are running already; return values from the worker, or pass an object of "
+            "multiprocessing.Manager(), such as its Queue()"
         )
     return f"{type(culprit).__name__} ({reason}); {advice}"
-
-
-def _is_made_by_library(value: Any) -> bool:
-    """Return whether a library has made a function or an operator, as torch.compile does."""
-    if inspect.isfunction(value):
-        return not is_own(value.__code__.co_filename)
-    return callable(value) and type(value).__module__.startswith("torch.")
 
 
 def _used_by(user: Callable[..., Any], above: tuple = ()) -> tuple[str, Any, Exception] | None:
@@ -285,7 +263,6 @@ def _used_by(user: Callable[..., Any], above: tuple = ()) -> tuple[str, Any, Exc
         found = pickling.find_culprit(value)
         if found and not any(value is one for one in (user, *above)):
             path, culprit, reason = found
-            is_own_function = inspect.isfunction(culprit) and not _is_made_by_library(culprit)
-            inside = _used_by(culprit, (*above, user)) if is_own_function else None
+            inside = _used_by(culprit, (*above, user)) if inspect.isfunction(culprit) else None
             return inside or (f"{name}{path}, which {by} uses,", culprit, reason)
     return None

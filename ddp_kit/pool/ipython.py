@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import linecache
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 
@@ -47,16 +47,3 @@ def cell_names() -> dict[str, str]:
         return dict.fromkeys(linecache._ipython_cache, "Cell")  # type: ignore[attr-defined]
     names = {name: ipython.compile.format_code_name(name) for name in list(linecache.cache)}
     return {name: " ".join(label) for name, label in names.items() if label}
-
-
-def names_of_modules(files: Collection[str]) -> list[str]:
-    """Return the modules that the notebook has imported from these files, and must reload itself.
-
-    There are none where IPython's autoreload keeps them up to date.
-    """
-    ipython = shell()
-    if ipython is None or any("autoreload" in name for name in ipython.extension_manager.loaded):
-        return []
-    modules = sys.modules.copy().items()  # other threads import
-    files_of = {name: getattr(module, "__dict__", {}).get("__file__") for name, module in modules}
-    return sorted(name for name, file in files_of.items() if file in files and name != "__main__")

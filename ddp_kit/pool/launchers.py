@@ -168,7 +168,7 @@ class Program(Launcher):
         return len(self._calls) == self.count
 
     def explain_start(self) -> str:
-        return f"{self.name} did not start {self.count} ranks: {self.in_one_line()}"
+        return f"{self.name} did not start {self.count} ranks: {self.words() or 'it was silent'}"
 
     def _accept(self) -> None:
         line, _ = self._listener.accept()
@@ -203,12 +203,9 @@ class Program(Launcher):
         file = self._printed.fileno()
         return os.pread(file, os.fstat(file).st_size, 0).decode(errors="replace")
 
-    def in_one_line(self) -> str:
-        if self._printed.closed:
-            return "it was ended"
-        lines = self.printed()[:4000].splitlines()
-        text = " ".join(line.strip(" -") for line in lines if line.strip(" -"))
-        return text or "it printed nothing"
+    def words(self) -> str:
+        """Return the beginning of what was printed, in one line."""
+        return " ".join(re.sub("--+", "", self.printed()[:4000]).split())
 
     def reason(self) -> str:
         """Return the last error that was printed, in one line; "" if there is none."""
@@ -356,7 +353,7 @@ class MPIExecProgram(Program):
         if self._first is None:
             with suppress(subprocess.TimeoutExpired):
                 self._program.wait(PATIENCE)
-            text, self._first = self.in_one_line(), (None, None)
+            text, self._first = self.words(), (None, None)
             for pattern, sign in ((_LEFT, 0), (_CODE, 1), (_SIGNAL, -1)):
                 if found := pattern.search(text):
                     self._first = int(found[1]), sign * int(found[found.lastindex or 1])

@@ -8,7 +8,6 @@ RankProcesses  the ranks of a pool: which are missing, replaced, or restarted fo
 from __future__ import annotations
 
 import linecache
-import logging
 import os
 import sys
 import time
@@ -36,26 +35,11 @@ from ddp_kit.pool.wire.messages import (
     Environment,
     FileStamp,
     JoinGroup,
-    LogSettings,
     file_stamp,
 )
 from ddp_kit.pool.wire.output import RankOutput, drain
 from ddp_kit.pool.wire.pickling import Payload
 from ddp_kit.trace import Board, stacks
-
-# The beginnings of variables that PyTorch and its libraries read once, in a new process.
-_READ_AT_START = (
-    *("CUDA_", "GLOO_", "HIP_", "LD_LIBRARY_PATH", "MKL_", "NCCL_", "OMP_", "OPENBLAS_"),
-    *("PYTORCH_", "ROCR_", "TORCH_"),
-)
-# Seconds in which the exit code of a process that is gone may still arrive: another thread or a
-# fork server may have fetched it, and not yet passed it on.
-_GRACE = 0.5
-
-
-def start_variables() -> dict[str, str]:
-    """Return the variables of this process's environment that matter when a rank starts."""
-    return {name: os.environ[name] for name in os.environ if name.startswith(_READ_AT_START)}
 
 
 class Ends(NamedTuple):
@@ -106,7 +90,6 @@ class RankHandle:
         self.psutil: psutil.Process | None = None
         with suppress(psutil.NoSuchProcess):
             self.psutil = psutil.Process(self.process.pid)  # no later process with this pid
-        self.variables = start_variables()
         self.owed = 0  # replies that this rank has not sent yet
         self.cells_seen: set[str] = set()
         self.environment: Environment | None = None  # that it was sent last
@@ -148,10 +131,7 @@ class RankHandle:
         `Process.join` would wait for the sentinel, which a grandchild may keep open.
         """
         deadline = time.monotonic() + seconds
-        ended = False
         while self.process.exitcode is None and time.monotonic() < deadline:
-            if not ended and not self._exists():
-                ended, deadline = True, min(deadline, time.monotonic() + _GRACE)
             time.sleep(0.005)
         return self.process.exitcode
 
@@ -286,7 +266,6 @@ class RankProcesses:
         self._formed: tuple[int, str] | None = None  # the group that the ranks were asked to form
         self._lost: tuple[int, str] | None = None  # the group that a failed run has left broken
         self._in_run = False  # a worker was sent; a rank that still owes a reply may be in it
-        self.is_used = False  # a worker was ever sent
         self._used = time.monotonic()  # when ranks were started, or the last run ended
         self.has_names = False  # of `%%ranks` cells, which end with the ranks
         _all.add(self)
@@ -344,7 +323,7 @@ class RankProcesses:
         self, ranks: list[RankHandle], packed: Payload, environment: Environment, number: int
     ) -> None:
         """Ask these ranks to call the worker in `packed`, which is closed."""
-        self._in_run = self.is_used = True
+        self._in_run = True
         drain([rank.output for rank in ranks])
         cells = ipython.cell_names()
         for rank in ranks:
@@ -391,11 +370,6 @@ class RankProcesses:
             changed = set().union(*old.values())
             names = " and ".join(sorted({os.path.basename(file) for file in changed}))
             view.say(f"{names} changed on disk: restarting {name_ranks(old)}")
-            for name in ipython.names_of_modules(changed):
-                view.say(
-                    f"to renew {name} in the notebook, too, call importlib.reload({name}) and "
-                    "repeat your imports from it, or use %load_ext autoreload and %autoreload 2"
-                )
 
     def end_unused(self, seconds: float) -> float | None:
         """End the ranks if no run has used them for so many seconds, and they hold no names.
@@ -455,9 +429,8 @@ def current_environment() -> Environment:
             "the notebook's working directory no longer exists; os.chdir to one that does"
         ) from None
     path, variables = tuple(map(str, sys.path)), dict(os.environ)
-    logs, in_notebook = _log_settings(), view.current.show_displayed is not None
-    argv = _argv(in_notebook)
-    return Environment(path, folder, argv, variables, logs, in_notebook, view.is_live())
+    in_notebook = view.current.show_displayed is not None
+    return Environment(path, folder, _argv(in_notebook), variables, in_notebook, view.is_live())
 
 
 def _argv(in_notebook: bool) -> tuple[str, ...]:
@@ -466,16 +439,3 @@ def _argv(in_notebook: bool) -> tuple[str, ...]:
     if in_notebook and sys.argv[1:] == sys.orig_argv[len(sys.orig_argv) - given :]:
         return ("",)
     return tuple(map(str, sys.argv))
-
-
-def _log_settings() -> LogSettings:
-    """Return how logging is configured in this process, as far as it prints."""
-    root, handlers = logging.getLogger(), []
-    streams = [sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__]
-    for handler in root.handlers:
-        if getattr(handler, "stream", None) in filter(None, streams):
-            with suppress(Exception):  # a formatter may be impossible to pickle
-                handlers.append((handler.level, pickling.pickle_whole(handler.formatter)))
-    loggers = root.manager.loggerDict.copy().items()  # another thread may import, and add one
-    levels = {name: at.level for name, at in loggers if isinstance(at, logging.Logger) and at.level}
-    return LogSettings(root.level, tuple(handlers), levels)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,7 +10,7 @@ from itertools import takewhile
 from typing import Any, NamedTuple
 
 from ddp_kit import settings
-from ddp_kit.error_text import FrameCollector, RankFailure, Wait, is_imported
+from ddp_kit.error_text import RankFailure, Wait
 from ddp_kit.errors import (
     BackendError,
     InternalError,
@@ -20,7 +19,6 @@ from ddp_kit.errors import (
     RankDiedError,
     RankError,
     ResultError,
-    RunError,
     RunTimeoutError,
 )
 from ddp_kit.pool import ipython
@@ -29,63 +27,45 @@ from ddp_kit.pool.wire.messages import KitFailed, Raised, Returned
 from ddp_kit.trace import EMPTY, Snapshot, Trace
 from ddp_kit.trace.stacks import read_handled
 
-_LARGEST_PARSED = 1_000_000  # characters of one inside which lists are shortened
-_MANY = settings.VALUE_SHOWN // 3  # items of a list or dict whose text is too long in any case
-_PIECES = re.compile(r"""([][(){},]|'(?:[^'\\\n]|\\.)*'|"(?:[^"\\\n]|\\.)*")""")
-
 
 def beside_rank(rank: int, text: str) -> str:
-    """Return a value's text beside the name of its rank; if it is long, shorten what is in it."""
-    head = f"rank {rank}: "
-    whole, shown = text, settings.VALUE_SHOWN
-    for most in (20, 6, 2):
-        if len(text) > shown and len(whole) <= _LARGEST_PARSED:
-            text = _shorten_items(whole, most)
+    """Return the beginning of a value's text beside the name of its rank."""
+    head, shown = f"rank {rank}: ", settings.VALUE_SHOWN
     if len(text) > shown:
         text = f"{text[:shown]} ... and {len(text) - shown:,} more characters"
     return head + textwrap.indent(text, " " * len(head)).removeprefix(" " * len(head))
 
 
-def _repr(value: Any, depth: int = 0) -> str:
-    """Return the repr of a value, without items that `beside_rank` leaves out in any case.
+def _repr(value: Any) -> str:
+    """Return the repr of a value, with as much of long lists in it as `beside_rank` shows."""
+    for most in (settings.VALUE_SHOWN // 3, 20, 6, 2):
+        text = _shortened(value, most)
+        if len(text) <= settings.VALUE_SHOWN:
+            break
+    return text
 
-    The text of a thousand tensors takes long.
-    """
+
+def _shortened(value: Any, most: int, depth: int = 0) -> str:
+    """Return the repr of a value in which lists have at most about `most` items, dicts more."""
     kind = type(value)
     if kind not in (list, tuple, dict) or depth > 3:
-        return repr(value)
+        text = repr(value)
+        is_short = depth == 0 or len(text) <= 20 * most
+        return text if is_short else f"{text[: 10 * most]}...{text[-10 * most :]}"
     items = list(value.items() if kind is dict else value)
-    half = 60 if kind is dict else 10
+    half = 3 * most if kind is dict else most // 2
+    ends = items if len(items) <= 2 * half + 1 else items[:half] + items[-half:]
     texts = [
-        f"{item[0]!r}: {_repr(item[1], depth + 1)}" if kind is dict else _repr(item, depth + 1)
-        for item in (items if len(items) <= _MANY else items[:half] + items[-half:])
+        f"{item[0]!r}: {_shortened(item[1], most, depth + 1)}"
+        if kind is dict
+        else _shortened(item, most, depth + 1)
+        for item in ends
     ]
-    if len(items) > _MANY:
+    if len(ends) < len(items):
         texts.insert(half, "...")
     begin, end = {list: "[]", tuple: "()", dict: "{}"}[kind]
     comma = "," if kind is tuple and len(items) == 1 else ""
     return f"{begin}{', '.join(texts)}{comma}{end}"
-
-
-def _shorten_items(text: str, most: int) -> str:
-    """Return the text of a value in which lists have at most about `most` items, dicts more."""
-    open_brackets = [[""]]  # the items inside each, so far
-    for piece in _PIECES.split(text):
-        if piece == ",":
-            open_brackets[-1].append("")
-        elif piece in ("]", ")", "}") and len(open_brackets) > 1:
-            items = open_brackets.pop()
-            half = most // 2 if piece != "}" else 3 * most
-            if len(items) > 2 * half + 1:
-                items[half:-half] = [" ..."]
-            open_brackets[-1][-1] += ",".join(items) + piece
-        else:
-            if len(piece) > 20 * most and piece[0] in "'\"" and len(open_brackets) > 1:
-                piece = f"{piece[: 10 * most]}...{piece[-10 * most :]}"
-            open_brackets[-1][-1] += piece
-            if piece in ("[", "(", "{"):
-                open_brackets.append([""])
-    return ",".join(open_brackets[0]) if len(open_brackets) == 1 else text
 
 
 @dataclass(frozen=True)
@@ -141,7 +121,6 @@ class Reports:
     raised: dict[int, Raised] = field(default_factory=dict)
     broken: dict[int, KitFailed] = field(default_factory=dict)
     died: dict[int, int | None] = field(default_factory=dict)  # exit codes
-    unreported: dict[int, RankFailure] = field(default_factory=dict)  # what these had raised
     stopped: list[Wait] = field(default_factory=list)  # where the ranks were that had to be stopped
     handled: dict[int, RankFailure] = field(default_factory=dict)  # what these were handling
     timeout: float | None = None  # seconds, once they have passed
@@ -154,8 +133,7 @@ class Reports:
     def own_failures(self) -> dict[int, RankFailure]:
         """What ranks raised, except that they lost the connection to a rank that died."""
         raised = self.raised.items()
-        reported = {n: reply.failure for n, reply in raised if not (self.died and reply.inside)}
-        return self.unreported | reported
+        return {n: reply.failure for n, reply in raised if not (self.died and reply.inside)}
 
     def locate(
         self, stuck: set[int], ranks: Sequence[RankHandle], snapshots: Sequence[Snapshot]
@@ -174,12 +152,8 @@ class Reports:
 
     @property
     def threads(self) -> dict[int, str]:
+        """The threads of workers that still run, which cost their ranks a fresh process."""
         return {n: r.status.thread for n, r in self.replies.items() if r.status.thread}
-
-    @property
-    def restarts(self) -> dict[int, str]:
-        """Why processes cannot serve another run, by rank."""
-        return {n: r.status.restart for n, r in self.replies.items() if r.status.restart}
 
 
 class FailedRun(NamedTuple):
@@ -198,28 +172,9 @@ _last: list[FailedRun] = []  # at most one; the error would keep the cell's fram
 
 
 def remember(error: BaseException, reports: Reports) -> None:
-    """Keep what `%ranks debug` needs of a run that has failed, in place of an earlier one.
-
-    In a script, the error gets a note on the files of its lines.
-    """
+    """Keep what `%ranks debug` needs of a run that has failed, in place of an earlier one."""
     captured = {rank: reply.captured for rank, reply in reports.raised.items()}
     _last[:] = [FailedRun(type(error).__name__, captured, getattr(error, "failures", {}))]
-    _note_files(error)
-
-
-def _note_files(error: BaseException) -> None:
-    """Add a note to an error that says in which files its lines are, if not all in the script.
-
-    Python prints notes below `str(error)`. In a notebook, IPython shows the files.
-    """
-    can_have_notes = isinstance(error, RunError) and hasattr(error, "add_note")  # not in 3.10
-    if ipython.shell() is not None or not can_have_notes:
-        return
-    lines = FrameCollector()
-    error._format(lines)
-    if any(is_imported(frame.file) for frame in lines.frames):
-        places = dict.fromkeys(f"{one.function} is in {one.file}" for one in lines.frames)
-        error.add_note(f"({', '.join(places)})")
 
 
 def last_failed_run() -> FailedRun | None:

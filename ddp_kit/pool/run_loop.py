@@ -38,8 +38,7 @@ from ddp_kit.pool.result import (
 from ddp_kit.pool.wire.messages import KitFailed, Raised, Returned
 from ddp_kit.pool.wire.output import drain
 from ddp_kit.pool.wire.pickling import Payload
-from ddp_kit.trace import EMPTY, FORMING, IMPORTING, RAISED, Snapshot, join, read_wait
-from ddp_kit.trace.stacks import read_handled
+from ddp_kit.trace import EMPTY, FORMING, IMPORTING, Snapshot, join, read_wait
 from ddp_kit.verdict import Verdict, judge
 
 REFRESH = 0.1  # seconds between two updates of the live view
@@ -84,7 +83,7 @@ class Run:
                     processes.call_worker(self._ranks, packed, environment, self._number)
                     self._collect(math.inf if timeout is None else timeout)
             finally:
-                intact = self._group_is_intact and not self._restarts
+                intact = self._group_is_intact and not self._reports.threads
                 with holding_interrupt():
                     output = self._close()
                     processes.end_run(intact)
@@ -197,10 +196,7 @@ class Run:
         self._waiting.discard(number)
 
     def _note_death(self, number: int) -> None:
-        rank = self._ranks[number]
-        self._reports.died[number] = rank.join(1)
-        if rank.board.phase() == RAISED and (error := read_handled(number, rank.board.handled())):
-            self._reports.unreported[number] = error
+        self._reports.died[number] = self._ranks[number].join(1)
         self._waiting.discard(number)
 
     def _cannot_end(self, now: float) -> bool:
@@ -269,7 +265,7 @@ class Run:
                 self._reports.stopped += self.others.waits()
         # Before one is stopped: others would print that it is gone.
         drain([rank.output for rank in self._ranks])
-        unusable = stuck.union(self._restarts)
+        unusable = stuck.union(self._reports.threads)
         if self._reports.died:  # what others have in flight may never end, and keeps their group
             unusable |= set(self._reports.raised)
         if self._reports.broken:  # what broke the kit there may have happened in every rank
@@ -336,21 +332,13 @@ class Run:
             reply.status.group_intact for reply in replies.values()
         )
 
-    @property
-    def _restarts(self) -> dict[int, str]:
-        """Why ranks that have replied are ended; those that serve one run may be left unclean."""
-        reports = self._reports
-        return reports.restarts if self._processes.launcher.reusable else reports.threads
-
     def _print_notices(self) -> None:
         """Print what would otherwise surprise a learner."""
         if self._processes.launcher.reusable:
-            restarts, told = self._restarts, self._processes.notified
-            for why in dict.fromkeys(restarts.values()):
-                if why not in told:
-                    told.add(why)
-                    ranks = [rank for rank, reason in restarts.items() if reason == why]
-                    view.say(f"restarting {name_ranks(ranks)}: {why}")
+            threads = self._reports.threads
+            for name in dict.fromkeys(threads.values()):
+                ranks = name_ranks(rank for rank, left in threads.items() if left == name)
+                view.say(f"restarting {ranks}: the worker left its thread {name!r} running")
         if len(self._reports.returned) == len(self._ranks):
             events = (event for snapshot in self._snapshots for event in snapshot.unawaited)
             for line in format_unawaited({Wait(e.rank, e.call, e.where) for e in events}):

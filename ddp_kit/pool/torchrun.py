@@ -343,39 +343,32 @@ def choose_rendezvous(hosts: int, address: str | None, port: int | None) -> Rend
     """Return where the ranks of so many hosts meet. Raise PoolError if they cannot."""
     if hosts == 1:
         return Rendezvous(1, ("--standalone", "--local-addr", "127.0.0.1"))
-    address, port, doubt = _choose_address(address, port)
+    address, port = _choose_address(address, port)
     others = "host 1" if hosts == 2 else f"hosts 1 to {hosts - 1}"
     hint = (
         f"start those of {others} with the command above, each host with its own --node-rank, "
-        f"and check that they can reach the address in it{doubt}"
+        "and check that they can reach the address in it"
     )
     options = ("--nnodes", str(hosts), "--master-addr", address, "--master-port", str(port))
     return Rendezvous(hosts, options, (address, port), hint)
 
 
-def _choose_address(address: str | None, port: int | None) -> tuple[str, int, str]:
-    """Return address, port, and what may be wrong with the address. Raise PoolError.
-
-    The port is free now, and is taken only when torchrun listens.
-    """
+def _choose_address(address: str | None, port: int | None) -> tuple[str, int]:
+    """Return an address and a port, which is free now. Raise PoolError if there is none."""
     address = address or socket.gethostname()
-    doubt = ""
     try:
-        family, *_ = socket.getaddrinfo(address, None)[0]
-        socket.create_server((address, 0), family=family).close()
+        socket.getaddrinfo(address, None)
     except socket.gaierror:
         raise PoolError(
             f"this host cannot resolve the name {address!r}; set master_addr= to a name or an "
             "address of this host that the other hosts can reach"
         ) from None
-    except OSError:  # a router may still map it to this host
-        doubt = f"; {address!r} is not an address of this host's own interfaces"
     # On Linux, outgoing connections take ports from 32768 on by default. SystemRandom leaves the
     # learner's seed alone.
     for chosen in [port] if port else random.SystemRandom().sample(range(20000, 30000), 20):
         try:
             socket.create_server(("", chosen)).close()
-            return address, chosen, doubt
+            return address, chosen
         except OSError as error:
             reason = error.strerror
     tried = f"port {port}" if port else "each of 20 ports between 20000 and 29999"

@@ -12,7 +12,6 @@ from ddp_kit.trace.board import (
     EMPTY,
     FORMING,
     IMPORTING,
-    RAISED,
     SERVING,
     Board,
     BoardCopy,

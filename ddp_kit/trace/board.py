@@ -35,7 +35,7 @@ from ddp_kit.trace import stacks
 
 # What a rank's process is doing: importing torch, serving its pool, forming a process group,
 # reading the variables of a worker that raised.
-IMPORTING, SERVING, FORMING, RAISED = 0, 1, 2, 3
+IMPORTING, SERVING, FORMING = 0, 1, 2
 
 COUNTED = settings.EVENTS_KEPT  # channels and groups of a rank that can be counted
 TEXTS = 1 << 22  # bytes
@@ -297,7 +297,7 @@ class Board:
         self._move()
 
     def write_phase(self, phase: int) -> None:
-        """Write what the process is doing: IMPORTING, SERVING, FORMING or RAISED."""
+        """Write what the process is doing: IMPORTING, SERVING or FORMING."""
         self._page[_PHASE_AT] = phase
 
     def phase(self) -> int:

@@ -31,8 +31,6 @@ from bench import MARK, kill_marked
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 RECORD = HERE / "GPU.md"
-# Lessons that call what gloo has had since PyTorch 2.12: all_to_all, and a V of stages.
-SINCE_2_12 = "backends", "collectives", "pipeline_parallel"
 FEW = 4  # ranks that share the GPUs, because a lesson proves little on one or two
 # What the kit says where a lesson needs what gloo cannot do with tensors on GPUs.
 REFUSED = re.compile(r"gloo cannot .* on a GPU")
@@ -121,10 +119,10 @@ def lessons() -> list[str]:
     return sorted(path.stem for path in (ROOT / "ddp_kit" / "lessons").glob("[!_]*.py"))
 
 
-def checks(gpus: int, nccl: bool, old: bool = False) -> tuple[list[Check], list[str]]:
+def checks(gpus: int, nccl: bool) -> tuple[list[Check], list[str]]:
     """Return what is to be run on so many GPUs, and a line for what is not run, with the reason.
 
-    gpus: 0 to try the checks on the CPU, with gloo. old: PyTorch is older than 2.12.
+    gpus: 0 to try the checks on the CPU, with gloo.
     """
     has_nccl = nccl and gpus > 0
     choices = [("nccl", gpus)] if has_nccl else []
@@ -136,7 +134,6 @@ def checks(gpus: int, nccl: bool, old: bool = False) -> tuple[list[Check], list[
         _program("first_run", *own, *shared),
         _program("roofline", file="gpu_training"),
         _program("gpt", file="gpu_training"),
-        _program("overlap", *own, shared[0], file="gpu_training"),
         _program("all_reduce", *own, *shared, *(["gloo:2", "gloo:4"] if gpus else [])),
         *(_program("probe", *place.split(":"), title=f"probe of {place}") for place in own),
     ]
@@ -144,9 +141,6 @@ def checks(gpus: int, nccl: bool, old: bool = False) -> tuple[list[Check], list[
         # One dtype, because an operation that kills the ranks makes each dtype start new ones.
         options = "cuda:gloo", "2", "float32"
         found.append(_program("probe", *options, title="probe of cuda:gloo", alone=False))
-    if has_nccl:
-        found.append(_program("nccl_on_a_shared_gpu", alone=False, limit=90))
-        found.append(_program("flight_recorder", alone=False, limit=90))
     if gpus:
         found.append(_program("memory", str(min(gpus, 2))))
     script = str(ROOT / "notebooks" / "scripts" / "train.py")
@@ -166,15 +160,9 @@ def checks(gpus: int, nccl: bool, old: bool = False) -> tuple[list[Check], list[
             options = ["--backend", backend, "--world-size", str(ranks)]
             command = sys.executable, "-m", f"ddp_kit.lessons.{name}", *options
             title = f"{name}, {backend} on {_ranks(ranks)}"
-            if old and name in SINCE_2_12 and backend != "nccl":
-                left_out.append(f"{title}: it needs PyTorch 2.12 or newer.")
-                continue
             found.append(Check(title, command, f"{name}: {_ranks(ranks)}, "))
-    if gpus > 1:
-        found.append(_program("dp_against_ddp", str(min(gpus, FEW))))
-    else:
+    if gpus < 2:
         one = "it needs two GPUs, and there was " + ("one" if gpus else "none")
-        left_out.append(f"DataParallel against DistributedDataParallel: {one}.")
         left_out.append(f"nccl between two GPUs: {one}.")
     if not nccl:
         left_out.append("nccl: this PyTorch is built without it.")
@@ -313,8 +301,7 @@ def main() -> int:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         if options.record == RECORD:
             parser.error("--on-cpu needs a --record of its own: GPU.md is of runs on a GPU")
-    old = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12)
-    found, left_out = checks(gpus, dist.is_nccl_available(), old)
+    found, left_out = checks(gpus, dist.is_nccl_available())
     found = [check for check in found if re.search(options.only, check.title)]
     done = run_all(machine(), found, left_out, options.record, options.limit)
     return 0 if all(outcome.passed for outcome in done) else 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import os
-import pickle
 import re
 import statistics
 import subprocess
@@ -13,7 +12,6 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,11 +20,9 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 import ddp_kit as kit
 from ddp_kit.lessons import data_parallel
-from ddp_kit.lessons._digits import flat
 from ddp_kit.lessons._launch import prove
 from ddp_kit.lessons.backends import DTYPES, LIMIT
 from ddp_kit.lessons.backends import probe as try_all
@@ -129,82 +125,6 @@ def _raises(pool: kit.WorkerPool, worker: Callable, kind: type[Exception]) -> fl
 
 def _used() -> int:
     return nvidia_smi(torch.device("cuda", 0)) if torch.cuda.is_available() else 0
-
-
-def shared_gpu(rank: int, path: str) -> None:
-    """Reduce over nccl on a GPU that another rank has, too; print what comes of it."""
-    torch.cuda.set_device(0)
-    options = {"rank": rank, "world_size": 2, "timeout": timedelta(seconds=30)}
-    dist.init_process_group("nccl", init_method=f"file://{path}", **options)
-    try:
-        value = torch.full((1,), rank + 1.0, device="cuda")
-        dist.all_reduce(value)
-        said = f"it works, and 1 + 2 is {value.item():g}"
-    except Exception as error:
-        said = " | ".join(line.strip() for line in str(error).splitlines() if line.strip())
-    if rank == 0:
-        print(f"nccl_on_a_shared_gpu: {re.sub(r'/[^ ]*/', '', said)}", flush=True)
-    os._exit(0)  # the group of a failed collective may wait when it is destroyed
-
-
-def nccl_on_a_shared_gpu() -> None:
-    """Print what nccl says when two ranks have one GPU."""
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(shared_gpu, (str(Path(folder, "store")),), nprocs=2)
-
-
-# A collective of one rank waits for its stream, so a long kernel before it is a stuck job.
-STUCK = """
-from datetime import timedelta
-import torch
-import torch.distributed as dist
-
-options = {"rank": 0, "world_size": 1, "timeout": timedelta(seconds=5)}
-dist.init_process_group("nccl", store=dist.HashStore(), **options)
-
-def train():
-    gradients = torch.zeros(1000, device="cuda")
-    dist.all_reduce(gradients)
-    torch.cuda.synchronize()
-    torch.cuda._sleep(40_000_000_000)  # about 25 s
-    dist.all_reduce(gradients)
-    torch.cuda.synchronize()
-
-train()
-"""
-
-
-def flight_recorder() -> None:
-    """Print what nccl's watchdog and PyTorch's Flight Recorder leave of a job that is stuck."""
-    with tempfile.TemporaryDirectory() as folder:
-        dump = str(Path(folder, "trace_"))
-        options = {  # the second of two names is that of a PyTorch before 2.9
-            "TORCH_FR_BUFFER_SIZE": "2000",
-            "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
-            "TORCH_FR_DUMP_TEMP_FILE": dump,
-            "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": dump,
-            "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-        }
-        begin, command = time.monotonic(), [sys.executable, "-c", STUCK]
-        streams = {"capture_output": True, "text": True}
-        ended = subprocess.run(command, env=os.environ | options, timeout=80, **streams)
-        seconds = time.monotonic() - begin
-        files = sorted(Path(folder).glob("trace_*"))
-        if not files:
-            raise SystemExit(f"status {ended.returncode}, no dump: {ended.stderr[-500:]}")
-        print(
-            f"flight_recorder: after {seconds:.0f} s of a limit of 5, the process ended with "
-            f"status {ended.returncode} and left {len(files)} dumps"
-        )
-        for line in ended.stderr.splitlines():
-            if re.search("timeout|timed out|flight|dump", line, re.IGNORECASE):
-                print("  " + re.sub(r"/\S*/", "", line)[:300])
-        for file in files:
-            found = pickle.loads(file.read_bytes())
-            print(f"  {file.name}: {', '.join(found)}")
-            for entry in found["entries"]:
-                frames = [f"{frame['name']}:{frame['line']}" for frame in entry.pop("frames")]
-                print(f"  {entry} at {' < '.join(frames[:4])}")
 
 
 def all_reduce_times(rank: int, world_size: int, sizes: Sequence[int]) -> list[float]:
@@ -348,77 +268,6 @@ def nvidia_smi(place: torch.device) -> int:
     return int(out.stdout) * MIB
 
 
-def network(width: int) -> nn.Module:
-    """Return a network that starts the same everywhere."""
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(width, width) for _ in range(8)))
-
-
-def steps(
-    model: nn.Module, device: torch.device, batch: slice, count: int, width: int, rounds: int
-) -> list[float]:
-    """Train some steps on a part of a batch of `count` rows; return the seconds of each."""
-    rows = torch.randn(count, width, generator=torch.Generator().manual_seed(1))[batch].to(device)
-    labels = (torch.arange(count) % width)[batch].to(device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    seconds = []
-    for _ in range(rounds):
-        begin = time.perf_counter()
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(rows), labels).backward()
-        optimizer.step()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        seconds.append(time.perf_counter() - begin)
-    return seconds
-
-
-def with_dp(devices: int, place: torch.device, per_device: int, width: int, rounds: int) -> dict:
-    """Train with DataParallel on some GPUs; return its seconds and parameters."""
-    model = network(width).to(place)
-    wrapped = nn.DataParallel(model, device_ids=list(range(devices)))
-    count = devices * per_device
-    seconds = steps(wrapped, place, slice(None), count, width, rounds)
-    return {"seconds": seconds, "parameters": flat(model.parameters())}
-
-
-def with_ddp(rank: int, world_size: int, per_device: int, width: int, rounds: int) -> dict:
-    """Train with DistributedDataParallel on this rank's share of the same batch."""
-    model = network(width).to(kit.device())
-    share = slice(rank * per_device, (rank + 1) * per_device)
-    wrapped, count = DistributedDataParallel(model), world_size * per_device
-    seconds = steps(wrapped, kit.device(), share, count, width, rounds)
-    return {"seconds": seconds, "parameters": flat(model.parameters())}
-
-
-def dp_against_ddp(
-    devices: int,
-    place: torch.device,
-    backend: str,
-    per_device: int = 1024,
-    width: int = 2048,
-    rounds: int = 30,
-) -> None:
-    """Time a step of both on the same batch, in turn; check that they train the same network."""
-    times: dict[str, list[float]] = {"DataParallel": [], "DDP": []}
-    for _ in range(3):
-        sizes = per_device, width, rounds
-        dp = with_dp(devices, place, *sizes)
-        ddp = kit.run(with_ddp, *sizes, world_size=devices, backend=backend)
-        found = kit.compare([value["parameters"] for value in ddp], dp["parameters"])
-        prove("both train the same network", found)
-        times["DataParallel"] += dp["seconds"][rounds // 3 :]  # the first steps warm up
-        times["DDP"] += ddp[0]["seconds"][rounds // 3 :]
-    slow, fast = (statistics.median(of) for of in times.values())
-    print(
-        f"dp_against_ddp: {devices} devices, {per_device} rows on each, the same network; a step "
-        f"takes DataParallel {1e3 * slow:.2f} ms, DDP {1e3 * fast:.2f} ms, "
-        f"medians of {len(times['DDP'])}"
-    )
-    for name, of in times.items():
-        print(f"{name:13} {1e3 * min(of):8.2f} ms to {1e3 * max(of):8.2f} ms")
-
-
 def places(names: Sequence[str]) -> list[tuple[str, int]]:
     """Return the backend and the number of ranks in each name such as "cuda:gloo:4"."""
     split = [name.rpartition(":") for name in names]
@@ -435,8 +284,6 @@ def main(name: str, *arguments: str) -> None:
         cuda_port(arguments[0], int(arguments[1]))
     elif name == "memory":
         memory([torch.device("cuda", index) for index in range(int(arguments[0]))], nvidia_smi)
-    elif name == "dp_against_ddp":
-        dp_against_ddp(int(arguments[0]), torch.device("cuda", 0), "nccl")
     else:
         globals()[name](*arguments)
 

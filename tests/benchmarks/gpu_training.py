@@ -1,4 +1,4 @@
-"""What a GPU does in a training step: its roofline, a GPT's memory and time, DDP's overlap.
+"""What a GPU does in a training step: its roofline, a GPT's memory and time.
 
 gpu.py runs these functions, each as `python gpu_training.py NAME`. Where there is no GPU they run
 on the CPU, smaller: that shows whether they work, and not what a GPU does.
@@ -7,29 +7,22 @@ on the CPU, smaller: that shows whether they work, and not what a GPU does.
 from __future__ import annotations
 
 import gc
-import json
 import statistics
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
 from gpu_checks import MIB
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
 )
 
-import ddp_kit as kit
 from ddp_kit import model
 from ddp_kit.lessons._gpt import GPT, Config
 
@@ -190,78 +183,5 @@ def gpt() -> None:
             print(f"{name:9}{how:11}{cells}{1e3 * large['seconds']:7.0f}{rate:9.4g}", flush=True)
 
 
-def traced_step(rank: int, world_size: int, width: int, rows: int) -> dict[str, Any]:
-    """Train with DDP under the profiler; return the seconds of a step, with and without
-    communication, and what the GPU did: (stream, name, start, end) in microseconds."""
-    torch.manual_seed(0)
-    net = nn.Sequential(*(nn.Linear(width, width) for _ in range(8))).to(kit.device())
-    ddp = DistributedDataParallel(net)  # 8 layers in buckets of 25 MiB
-    inputs = torch.randn(rows, width, device=kit.device())
-
-    def step() -> None:
-        ddp(inputs).square().mean().backward()
-
-    def alone() -> None:
-        with ddp.no_sync():
-            step()
-
-    for _ in range(2):
-        step()
-    seconds = {"with": median(step, 5), "without": median(alone, 5)}
-    kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * ON_GPU
-    with profile(activities=kinds, acc_events=True) as profiler:
-        step()
-        synchronize()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "trace.json")
-        profiler.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
-    found = [
-        (event["args"]["stream"], event["name"], event["ts"], event["ts"] + event["dur"])
-        for event in events
-        if event.get("cat") in ("kernel", "gpu_memcpy")
-    ]
-    return {"seconds": seconds, "events": found, "buckets": ddp._get_ddp_logging_data()}
-
-
-def covered(spans: Sequence[tuple[float, float]], by: Sequence[tuple[float, float]]) -> float:
-    """Return the length of the union of some spans that lies within the union of others."""
-    edges = sorted({edge for span in [*spans, *by] for edge in span})
-
-    def holds(some: Sequence[tuple[float, float]], begin: float, end: float) -> bool:
-        return any(first <= begin and end <= last for first, last in some)
-
-    pieces = pairwise(edges)
-    return sum(b - a for a, b in pieces if holds(spans, a, b) and holds(by, a, b))
-
-
-def overlap(*places: str) -> None:
-    """Print what DDP's buckets do while backward computes, for each place such as "nccl:1"."""
-    width, rows = (4096, 8192) if ON_GPU else (64, 64)
-    print(f"overlap: DDP with 8 layers of {width} x {width}, {rows} rows on each rank")
-    for place in places:
-        backend, _, ranks = place.rpartition(":")
-        values = kit.run(traced_step, width, rows, world_size=int(ranks), backend=backend)
-        value = values[0]
-        slow, fast = (1e3 * value["seconds"][name] for name in ("with", "without"))
-        sizes = value["buckets"].get("rebuilt_bucket_sizes", "")
-        took = f"a step {slow:.2f} ms, with no_sync {fast:.2f} ms"
-        print(f"{backend} on {ranks}: {took}; buckets of {sizes} B")
-        streams: dict[int, list] = {}
-        for stream, *event in value["events"]:
-            streams.setdefault(stream, []).append(event)
-        spans = {of: [(a, b) for _, a, b in events] for of, events in streams.items()}
-        main = max(spans, key=lambda of: covered(spans[of], spans[of]), default=None)
-        for stream, events in sorted(streams.items()):
-            busy = covered(spans[stream], spans[stream])
-            longest = max(events, key=lambda event: event[2] - event[1])[0][:60]
-            line = f"  stream {stream}: {len(events)} operations, {busy / 1e3:.2f} ms"
-            if stream != main and busy:
-                line += (
-                    f", {covered(spans[stream], spans[main]) / busy:.0%} while stream {main} works"
-                )
-            print(f"{line}; longest: {longest}")
-
-
 if __name__ == "__main__":
-    {"roofline": roofline, "gpt": gpt, "overlap": overlap}[sys.argv[1]](*sys.argv[2:])
+    {"roofline": roofline, "gpt": gpt}[sys.argv[1]]()

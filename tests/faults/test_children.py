@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import subprocess
-import sys
 import time
 from contextlib import suppress
 
@@ -117,39 +115,6 @@ def test_the_processes_of_the_machine_are_listed_once_for_all_ranks_that_are_sto
         listed.clear()
     assert len(listed) == 2, "before the ranks leave, and before those that have not are killed"
     assert ended(left)
-
-
-def leave_copy(rank, world_size, leave):
-    """Fork: the parent returns the child's exit code."""
-    if child := os.fork():
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    return leave()
-
-
-def boom():
-    raise ValueError("boom in the copy")
-
-
-@pytest.mark.parametrize(
-    ("leave", "code", "printed"),
-    [
-        (lambda: "child", 0, ""),
-        (boom, 1, "ValueError: boom in the copy\n"),
-        (lambda: sys.exit(3), 3, ""),
-    ],
-    ids=["returns", "raises", "exits"],
-)
-def test_a_fork_of_a_rank_that_comes_back_ends(leave, code, printed):
-    run = functools.partial(kit.run, world_size=2, timeout=60)
-    warm = list(run(lambda rank, world_size: os.getpid()))
-    forked = run(leave_copy, leave)
-    assert list(forked) == [code, code]
-    for output in forked.output:
-        assert output.endswith(printed)
-        assert ("Traceback" in output) == (leave is boom)
-    for number in range(3):
-        result = run(lambda rank, world_size, n: (n, rank, os.getpid()), number)
-        assert list(result) == [(number, rank, warm[rank]) for rank in range(2)]
 
 
 def sockets():

@@ -83,13 +83,7 @@ def test_a_module_that_was_removed_still_runs_in_warm_ranks(module, capsys):
 
 
 @pytest.mark.usefixtures("forked_spawn")
-def test_a_notebook_runs_the_new_code_of_a_module_and_is_told_how_to_reload_its_own(kernel):
-    """All in one notebook, because a kernel and its ranks take seconds."""
-    an_edited_module_runs_its_new_code(kernel)
-    a_notebook_that_has_imported_it_is_told_how_to_reload_it_unless_autoreload_does(kernel)
-
-
-def an_edited_module_runs_its_new_code(kernel):
+def test_a_notebook_runs_the_new_code_of_an_edited_module(kernel):
     edit = "%%writefile assistants.py\ndef answer(): return {}"
     use = "def worker(rank, world_size):\n    import assistants\n    return assistants.answer()"
     for answer in (1, 2):
@@ -97,24 +91,3 @@ def an_edited_module_runs_its_new_code(kernel):
         cell = kernel.run(f"{use}\nlist(kit.run(worker, world_size=2))")
         assert cell.contents("execute_result")[0]["data"]["text/plain"] == f"[{answer}, {answer}]"
     assert cell.stdout == "assistants.py changed on disk: restarting ranks 0 and 1\n"
-
-
-def a_notebook_that_has_imported_it_is_told_how_to_reload_it_unless_autoreload_does(kernel):
-    run = "list(kit.run(lambda rank, world_size: __import__('helpers').answer(), world_size=1))"
-    edit = "pathlib.Path('helpers.py').write_text('def answer(): return {}')"
-    restarting = "helpers.py changed on disk: restarting rank 0\n"
-    kernel.run(edit.format(1))
-    kernel.run("import importlib, helpers")
-    kernel.run(run)
-    kernel.run(edit.format(22))
-    cell = kernel.run(run)
-    assert cell.contents("execute_result")[0]["data"]["text/plain"] == "[22]"
-    assert cell.stdout == restarting + (
-        "to renew helpers in the notebook, too, call importlib.reload(helpers) and repeat your "
-        "imports from it, or use %load_ext autoreload and %autoreload 2\n"
-    )
-    kernel.run("%load_ext autoreload")
-    kernel.run("%autoreload 2")
-    kernel.run(edit.format(4444))
-    assert kernel.run(run).stdout == restarting
-    assert kernel.value("helpers.answer()") == "4444"

@@ -20,7 +20,6 @@ import functools
 import importlib.util
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -120,25 +119,27 @@ def load_mpi() -> ModuleType:
 def mpiexec(world_size: int) -> list[str]:
     """Return the command line that starts `world_size` ranks; append a program and its arguments.
 
-    The mpiexec beside this Python is preferred to one on the PATH. Ranks may outnumber the cores,
-    and no rank is bound to a core. Run the command with `environment()` added to the environment.
+    The mpiexec beside this Python is preferred to one on the PATH. Run the command with
+    `environment()` added to the environment.
     Raises BackendError if there is no mpiexec.
     """
     path = _find_mpiexec()
     if path is None:
         raise BackendError(_missing_mpiexec())
-    flags = ["--oversubscribe", "--bind-to", "none"] if _is_open_mpi(path) else []
-    return [path, *flags, "-n", str(world_size)]
+    return [path, "-n", str(world_size)]
 
 
 def environment() -> dict[str, str]:
     """Return what to add to the environment of mpiexec, for ranks on this machine.
 
     It makes Open MPI use shared memory only: no rank opens a port, and starting takes a second
-    less. Open MPI runs as root only if two variables confirm it. Variables that are already set
-    are left out.
+    less. Ranks may outnumber the cores, and no rank is bound to a core. Open MPI runs as root only
+    if two variables confirm it. Variables that are already set are left out.
     """
     wanted = {"OMPI_MCA_btl": "self,sm", "OMPI_MCA_pml": "ob1"}
+    wanted |= {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}
+    wanted |= {"PRTE_MCA_hwloc_default_binding_policy": "none"}
+    wanted |= {"OMPI_MCA_rmaps_base_oversubscribe": "1"}  # before Open MPI 5
     if os.geteuid() == 0:
         wanted |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     return {name: value for name, value in wanted.items() if name not in os.environ}
@@ -170,13 +171,3 @@ def _find_mpiexec() -> str | None:
     # Not resolved: a virtual environment's Python is a link to one elsewhere.
     beside = Path(sys.executable).absolute().parent
     return shutil.which("mpiexec", path=str(beside)) or shutil.which("mpiexec")
-
-
-@functools.cache
-def _is_open_mpi(path: str) -> bool:
-    """Return whether a mpiexec is Open MPI's, whose flags `mpiexec` uses."""
-    try:
-        run = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
-        return False
-    return "Open MPI" in run.stdout + run.stderr

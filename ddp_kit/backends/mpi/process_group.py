@@ -17,7 +17,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from ddp_kit.backends.engine import Engine, PythonWork, Steps, timeout_error
+from ddp_kit.backends.engine import Engine, PythonWork, Steps
 from ddp_kit.backends.mpi import NAME, load_mpi
 from ddp_kit.backends.process_group import PythonProcessGroup, copy_back
 from ddp_kit.errors import BackendError
@@ -85,7 +85,7 @@ class _Asking:
 
 
 class MPIOperations:
-    """The collectives and messages of one rank in a group; see `process_group.Operations`."""
+    """The collectives and messages of one rank in a group; see `process_group`."""
 
     def __init__(self, communicator: Any) -> None:
         self._comm = communicator
@@ -258,15 +258,16 @@ def initialize() -> ModuleType:
     Raises BackendError if MPI cannot be loaded, or was initialized for a single thread.
     """
     MPI = load_mpi()
-    mpi4py_finalizes = MPI.Is_initialized()  # the program imported mpi4py.MPI before
-    if not mpi4py_finalizes:
+    if MPI.Is_initialized():  # the program imported mpi4py.MPI before, which finalizes it
+        atexit.register(_close)
+    else:
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
+        atexit.register(_finalize, MPI, os.getpid())
     if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
         raise BackendError(
             "this process initialized MPI for a single thread; "
             'set mpi4py.rc.thread_level = "multiple" before importing mpi4py.MPI'
         )
-    atexit.register(_finalize, MPI, mpi4py_finalizes, os.getpid())
     return MPI
 
 
@@ -276,6 +277,8 @@ def create_group(options: Any) -> MPIProcessGroup:
     The store in `options` is not used, because mpiexec has connected the ranks already. PyTorch
     itself uses it only if TORCH_DIST_INIT_BARRIER=1 is set or another backend joins: then the
     ranks must share the store. Otherwise `dist.HashStore()` is enough.
+    MPI waits without a limit until all members call this.
+
     Raises BackendError if the ranks are not those that mpiexec started.
     """
     MPI = initialize()
@@ -297,7 +300,6 @@ def create_group(options: Any) -> MPIProcessGroup:
     # Not from options.group_id: since PyTorch 2.15 the ranks name a group differently after an
     # attempt to create one that failed on only some of them.
     tag = _FIRST_TAG + zlib.crc32(str(members).encode()) % _TAGS
-    _wait_for_members(members, rank, tag, timeout)
     with lock:
         everybody = world.Get_group()
         chosen = everybody.Incl(members)
@@ -313,75 +315,36 @@ def create_group(options: Any) -> MPIProcessGroup:
     return MPIProcessGroup(communicator, timeout, frees_communicator=not first)
 
 
-def _wait_for_members(members: list[int], rank: int, tag: int, timeout: float) -> None:
-    """Wait until all members are creating the group; raise RuntimeError after `timeout`.
-
-    When MPI creates a communicator it waits without a limit, and nothing can interrupt it.
-    """
-    MPI = load_mpi()
-    world, nothing = MPI.COMM_WORLD, [None, 0, MPI.BYTE]
-
-    def receive(peers: Sequence[int]) -> None:
-        with lock:
-            requests = [world.Irecv(nothing, peer, tag) for peer in peers]
-        if not _until(lambda: all(request.Test() for request in requests), timeout):
-            with lock:
-                for request in requests:
-                    request.Cancel()
-            raise timeout_error("new_group", timeout)
-
-    def send(peers: Sequence[int]) -> None:
-        with lock:
-            for peer in peers:
-                world.Isend(nothing, peer, tag).Free()
-
-    first, *others = members
-    if rank == 0:
-        receive(others)
-        send(others)
-    else:
-        send([first])
-        receive([first])
+def _close() -> None:
+    for engine in list(engines):
+        engine.close()
 
 
-def _until(is_complete: Callable[[], bool], seconds: float) -> bool:
-    """Ask MPI until something is complete; return False if that takes longer."""
-    start = time.monotonic()
-    while True:
-        with lock:
-            if is_complete():
-                return True
-        waited = time.monotonic() - start
-        if waited > seconds:
-            return False
-        time.sleep(min(0.01, waited / 20))
-
-
-def _finalize(MPI: ModuleType, mpi4py_finalizes: bool, pid: int) -> None:
+def _finalize(MPI: ModuleType, pid: int) -> None:
     """Call MPI_Finalize once the other ranks end too, because it waits for them without a limit.
 
     After an uncaught error this process ends without MPI_Finalize; mpiexec notices, and ends the
     others. `sys.exit` leaves no trace that can be seen here: ranks that wait for one that called
     it end after the timeout of their group.
     """
-    for engine in list(engines):
-        engine.close()
+    _close()
     if os.getpid() != pid or MPI.Is_finalized():
         return
     failed = getattr(sys, "last_value", None) is not None
     if not failed and _wait_for_others():
-        if not mpi4py_finalizes:
-            MPI.Finalize()
-    elif mpi4py_finalizes:  # it would now wait in MPI_Finalize
-        sys.stdout.flush()
-        sys.stderr.flush()
-        MPI.COMM_WORLD.Abort(1)
+        MPI.Finalize()
 
 
 def _wait_for_others() -> bool:
     """Wait until all ranks of the first group end too; return False if some do not in time."""
     if _AtExit.communicator is None:
         return True
+    deadline = time.monotonic() + _AtExit.timeout
     with lock:
         request = _AtExit.communicator.Ibarrier()
-    return _until(request.Test, _AtExit.timeout)
+    while time.monotonic() < deadline:
+        with lock:
+            if request.Test():
+                return True
+        time.sleep(0.002)
+    return False

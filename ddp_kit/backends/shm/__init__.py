@@ -13,16 +13,14 @@ The ranks of a group share one segment of memory that has no name. What they giv
 written into it in chunks, and read by the others; a rank that waits sleeps until another one wakes
 it. Nothing is left of it when the processes have ended, in whatever way.
 
-They meet through PyTorch's store. Rank 0 creates the segment, and writes into it on which host it
-runs, and where the segment is: a descriptor of its own process, which the others open under /proc.
+They meet through PyTorch's store. Rank 0 creates the segment, and writes there where it is: a
+descriptor of its own process, which the others open under /proc.
 When all have opened it, rank 0 closes the descriptor.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import socket
 import sys
 import time
 from contextlib import suppress
@@ -71,10 +69,10 @@ class SharedMemoryProcessGroup(PythonProcessGroup):
     cannot go on; a thread of the group does the same for operations that nobody waits for.
     Collectives of a group run one after another, in the order of the program.
 
-    `send` ends when the message was received, as with gloo. A message that is larger or smaller
-    than the receiver's tensor raises an error there. Ranks whose collectives differ in kind, dtype
-    or size get an error that names both, unless one of the two is a gather, scatter or all_to_all:
-    then they wait for each other.
+    `send` ends when the receiving rank has read the message, perhaps while it waits for another
+    one. A message that is larger or smaller than the receiver's tensor raises an error there.
+    Ranks whose collectives differ in kind, dtype or size get an error that names both, unless one
+    of the two is a gather, scatter or all_to_all: then they wait for each other.
 
     After its timeout an operation raises RuntimeError; nothing looks earlier whether the process of
     another rank has ended. After a collective that failed the group cannot be used again.
@@ -101,8 +99,7 @@ def create_group(options: Any, backend_options: Any = None) -> SharedMemoryProce
     deadline = time.monotonic() + timeout
     if rank == 0:
         descriptor = segments.create(size)
-        where = {"path": f"/proc/{os.getpid()}/fd/{descriptor}", **_identity()}
-        store.set(_KEY, json.dumps(where))
+        store.set(_KEY, f"/proc/{os.getpid()}/fd/{descriptor}")
     else:
         descriptor = _open(_where(store, timeout, deadline), rank, size)
     try:
@@ -115,29 +112,27 @@ def create_group(options: Any, backend_options: Any = None) -> SharedMemoryProce
             store.delete_key(_KEY)  # so that a later attempt does not find it
 
 
-def _where(store: Store, timeout: float, deadline: float) -> dict[str, str]:
-    """Return what rank 0 says of its segment; wait for it. Raise RuntimeError after the timeout."""
+def _where(store: Store, timeout: float, deadline: float) -> str:
+    """Return the path of rank 0's segment; wait for it. Raise RuntimeError after the timeout."""
     try:
         store.wait([_KEY], timedelta(seconds=timeout))
     except RuntimeError:
         if time.monotonic() < deadline:
             raise
         raise timeout_error("new_group", timeout) from None
-    return json.loads(store.get(_KEY))
+    return store.get(_KEY).decode()
 
 
-def _open(where: dict[str, str], rank: int, size: int) -> int:
+def _open(path: str, rank: int, size: int) -> int:
     """Return a descriptor of rank 0's segment. Raise BackendError if this rank cannot share it."""
-    if refusal := _refusal(where, _identity(), rank):
-        raise BackendError(refusal)
     with suppress(OSError):
-        descriptor = os.open(where["path"], os.O_RDWR | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         if os.fstat(descriptor).st_size == segments.bytes_for(size):
             return descriptor
         os.close(descriptor)
     raise BackendError(
-        f'backend="shm": rank {rank} cannot open the shared memory of rank 0; '
-        'let all ranks run as one user, or use backend="gloo"'
+        f'backend="shm": rank {rank} cannot open the shared memory of rank 0; let all ranks run on '
+        'one host, in one container and as one user, or use backend="gloo"'
     )
 
 
@@ -155,27 +150,3 @@ def _enter(segment: Segment, timeout: float, deadline: float) -> None:
         if left <= 0:
             raise timeout_error("new_group", timeout)
         segment.sleep(seen, late[:1], min(left, 0.1))
-
-
-def _identity() -> dict[str, str]:
-    """Return what two processes have in common if they can share memory by process id."""
-    boot = ""
-    with suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
-        boot = file.read().strip()
-    namespace = ""
-    with suppress(OSError):
-        namespace = os.readlink("/proc/self/ns/pid")
-    return {"host": socket.gethostname(), "boot": boot, "processes": namespace}
-
-
-def _refusal(own: dict[str, str], other: dict[str, str], rank: int) -> str:
-    """Return why a rank cannot share memory with rank 0; "" if it can."""
-    where = f"rank 0 runs on {own['host']!r} and rank {rank} on {other['host']!r}"
-    if own["boot"] != other["boot"]:
-        return f'backend="shm" needs all ranks on one host, and {where}; use backend="gloo"'
-    if own["processes"] != other["processes"]:
-        return (
-            'backend="shm" needs ranks that see each other\'s processes, and they run in several '
-            f'containers: {where}; use backend="gloo"'
-        )
-    return ""

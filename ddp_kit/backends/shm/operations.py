@@ -1,39 +1,40 @@
 """The collectives and the messages, as steps over slots and rings.
 
 What all ranks need goes through slots, in rounds: each rank writes a chunk into its slot, announces
-it, and reads the chunks of the others. What is for one rank alone goes through the ring to it. So a
-tensor of any size needs the same memory, and is written once.
+it, and reads the chunks of the others. What is for one rank alone goes through the ring to it: a
+gather, scatter or all_to_all is a few messages. So a tensor of any size needs the same memory, and
+is written once.
 
 An `all_reduce` of more than a few pages takes two rounds for each chunk, as a reduce-scatter and an
 all-gather do: the rank that owns a part of the chunk reads that part of all slots, and writes the
 result into a slot of its own, from which the others read it.
 
-In its ring, a message with a tag is a header of 24 bytes, with the tag, its size and the number of
-its mark, and then the bytes. A mark is a word that says whether the message was received: the
-sender sets it to 0 before it writes the message, and the receiver sets it to 1.
+In its ring, a message is a header of 16 bytes, with its tag and its size, and then the bytes. A
+rank that receives reads all that comes until it has its message, and keeps the others. A send ends
+when its message was read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ddp_kit.backends.engine import PythonWork, Steps
+from ddp_kit.backends.engine import Steps
 from ddp_kit.backends.process_group import REDUCTIONS
-from ddp_kit.backends.shm.segment import MARKS, READ, SLOT, SLOTS, WRITTEN, Ring, Segment, fence
+from ddp_kit.backends.shm.segment import READ, SLOT, SLOTS, WRITTEN, Ring, Segment, fence
 
 _SMALL = 1 << 15  # bytes up to which every rank reduces everything itself, in one round
-_NAMES = (
-    *("barrier", "broadcast", "reduce", "allreduce", "allgather", "reduce_scatter"),
-    *("gather", "scatter", "alltoall"),
-)
+_NAMES = ("barrier", "broadcast", "reduce", "allreduce", "allgather", "reduce_scatter")
+_TAGS = {"gather": -1, "scatter": -2, "alltoall": -3}  # of their messages
 _DTYPES = tuple(sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str))
 
 
 class SharedMemoryOperations:
-    """The collectives and messages of one rank in a group; see `process_group.Operations`."""
+    """The collectives and messages of one rank in a group; see `process_group`."""
 
     def __init__(self, segment: Segment) -> None:
         self._segment, self._words, self._lines = segment, segment.words, segment.lines
@@ -46,7 +47,7 @@ class SharedMemoryOperations:
     def send(self, data: Tensor, target: int, tag: int) -> Steps:
         return self._outboxes[target].send(data.view(torch.uint8), tag)
 
-    def receive(self, work: PythonWork, data: Tensor, source: int | None, tag: int) -> Steps:
+    def receive(self, work: Any, data: Tensor, source: int | None, tag: int) -> Steps:
         return self._inboxes.receive(work, data.view(torch.uint8), source, tag)
 
     # Rounds
@@ -218,45 +219,18 @@ class SharedMemoryOperations:
     def exchange(
         self, name: str, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]
     ) -> Steps:
-        me = self._rank
+        me, work = self._rank, SimpleNamespace(done=False, source=-1)
         if me in sends and me in receives:
             receives[me].copy_(sends[me])
-        streams = [self._write(name, r, data) for r, data in sends.items() if r != me]
-        streams += [self._read(name, r, data) for r, data in receives.items() if r != me]
+        streams = [self.send(data, r, _TAGS[name]) for r, data in sends.items() if r != me]
+        streams += [
+            self.receive(work, data, r, _TAGS[name]) for r, data in receives.items() if r != me
+        ]
         while streams:
-            blocked = [(next(stream, None), stream) for stream in streams]
-            streams = [stream for rank, stream in blocked if rank is not None]
+            waiting = [(next(stream, None), stream) for stream in streams]
+            streams = [stream for needs, stream in waiting if needs is not None]
             if streams:
-                yield {rank for rank, _ in blocked if rank is not None}
-
-    def _write(self, name: str, target: int, data: Tensor) -> Iterator[int]:
-        """Write what a rank receives in a collective; yield the rank while there is no room."""
-        ring = Ring(self._segment, self._rank, target, for_messages=False)
-        data = data.view(torch.uint8)
-        for part in (torch.tensor(_encode(name, data)).view(torch.uint8), data):
-            for _ in ring.write_all(part):
-                yield target
-        while ring.available:  # as in `_until_read`
-            yield target
-
-    def _read(self, name: str, source: int, data: Tensor) -> Iterator[int]:
-        """Read what a rank sends in a collective; yield the rank while nothing is there.
-
-        Raise RuntimeError if it sends something else.
-        """
-        ring = Ring(self._segment, source, self._rank, for_messages=False)
-        data = data.view(torch.uint8)
-        call, header = _encode(name, data), torch.empty(2, dtype=torch.int64)
-        for _ in ring.read_all(header.view(torch.uint8)):
-            yield source
-        theirs = tuple(header.tolist())
-        if theirs != call:
-            raise RuntimeError(
-                f"{name}: rank {source} sent {_describe(theirs)} to "
-                f"rank {self._rank}, which expected {_describe(call)}"
-            )
-        for _ in ring.read_all(data):
-            yield source
+                yield {rank for needs, _ in waiting if needs is not None for rank in needs}
 
 
 def _chunks(length: int, most: int) -> list[tuple[int, int]]:
@@ -338,46 +312,41 @@ def combine(op: str, parts: Sequence[Tensor], out: Tensor) -> None:
 
 # --- messages ------------------------------------------------------------------------------
 
-_HEADER = 3  # integers of 8 bytes
+_HEADER = 2  # integers of 8 bytes
 
 
 class Outbox:
     """The messages of this rank to one other."""
 
     def __init__(self, segment: Segment, target: int) -> None:
-        self._segment, self._needs = segment, (target,)
-        self._ring = Ring(segment, segment.rank, target, for_messages=True)
-        self._first_mark = segment.marks(segment.rank, target)
-        self._free_marks = list(range(MARKS))
+        self._needs = (target,)
+        self._ring = Ring(segment, segment.rank, target)
         self._is_writing = False
 
     def send(self, data: torch.Tensor, tag: int) -> Steps:
-        """Write a message into the ring, and wait until it was received, as with gloo.
+        """Write a message into the ring, and wait until it was read.
 
         The engine moves sends on in the order in which they were started, so they are written in
         that order, too.
         """
-        while self._is_writing or not self._free_marks:
+        while self._is_writing:
             yield self._needs
         self._is_writing = True
-        mark = self._free_marks.pop()
-        words, at = self._segment.words, self._first_mark + mark
-        words[at] = 0
-        header = torch.tensor([tag, len(data), mark]).view(torch.uint8)
+        header = torch.tensor([tag, len(data)]).view(torch.uint8)
         for part in (header, data):
             for _ in self._ring.write_all(part):
                 yield self._needs
         self._is_writing = False
-        while not words[at]:
+        end = self._ring.written
+        while self._ring.read_to < end:
             yield self._needs
-        self._free_marks.append(mark)
 
 
 class _Message:
     """A message that arrives from a rank. memory: where its bytes go; done: how many have come."""
 
-    def __init__(self, source: int, tag: int, nbytes: int, mark: int) -> None:
-        self.source, self.tag, self.nbytes, self.mark = source, tag, nbytes, mark
+    def __init__(self, source: int, tag: int, nbytes: int) -> None:
+        self.source, self.tag, self.nbytes = source, tag, nbytes
         self.memory: torch.Tensor | None = None
         self.done = 0
 
@@ -389,9 +358,7 @@ class _Message:
 class _Receive:
     """A receive. sources: the ranks from which it takes a message."""
 
-    def __init__(
-        self, work: PythonWork, buffer: torch.Tensor, sources: Collection[int], tag: int
-    ) -> None:
+    def __init__(self, work: Any, buffer: torch.Tensor, sources: Collection[int], tag: int) -> None:
         self.work, self.buffer, self.sources, self.tag = work, buffer, sources, tag
         self.message: _Message | None = None
 
@@ -406,14 +373,12 @@ class Inboxes:
     def __init__(self, segment: Segment) -> None:
         self._segment = segment
         ranks = range(segment.size)
-        self._rings = [Ring(segment, rank, segment.rank, for_messages=True) for rank in ranks]
+        self._rings = [Ring(segment, rank, segment.rank) for rank in ranks]
         self._arriving: list[_Message | None] = [None for _ in ranks]
         self._early: list[_Message] = []  # those that came before their receives
         self._posted: list[_Receive] = []
 
-    def receive(
-        self, work: PythonWork, buffer: torch.Tensor, source: int | None, tag: int
-    ) -> Steps:
+    def receive(self, work: Any, buffer: torch.Tensor, source: int | None, tag: int) -> Steps:
         """Fill a buffer with a message of a rank; None: of any."""
         sources = range(self._segment.size) if source is None else (source,)
         receive = _Receive(work, buffer, sources, tag)
@@ -436,7 +401,7 @@ class Inboxes:
         ring = self._rings[rank]
         message = self._arriving[rank]
         if message is None:
-            if ring.available < _HEADER * 8:
+            if ring.written - ring.read_to < _HEADER * 8:
                 return False
             header = torch.empty(_HEADER, dtype=torch.int64)
             for _ in ring.read_all(header.view(torch.uint8)):
@@ -466,17 +431,12 @@ class Inboxes:
         message.memory = torch.empty(message.nbytes, dtype=torch.uint8)
 
     def _take(self, receive: _Receive, message: _Message) -> None:
-        """Copy a complete message, and tell its sender. Raise RuntimeError if it does not fit."""
-        fits = len(receive.buffer) == message.nbytes
-        if fits and message.memory is not receive.buffer:
-            receive.buffer.copy_(message.memory)
+        """Copy a complete message. Raise RuntimeError if it does not fit."""
         receive.work.source = message.source
-        self._segment.words[
-            self._segment.marks(message.source, self._segment.rank) + message.mark
-        ] = 1
-        self._segment.announce()
-        if not fits:
+        if len(receive.buffer) != message.nbytes:
             raise RuntimeError(
                 f"recv got {message.nbytes} bytes from rank {message.source}, "
                 f"but the tensor has {len(receive.buffer)}"
             )
+        if message.memory is not receive.buffer:
+            receive.buffer.copy_(message.memory)

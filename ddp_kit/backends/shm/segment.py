@@ -3,9 +3,9 @@
 For each of n ranks there are, in this order:
 
     a bell, a word that changes whenever the rank has written anything; and its counters
-    for each other rank: the counters of two rings, and a mark for each message under way
+    for each other rank: the counters of a ring
     two slots: what the rank gives to all, written once and read by everybody
-    for each other rank two rings: what the rank gives to that one alone
+    for each other rank a ring: what the rank gives to that one alone
 
 The file is as large as all that together, but the system provides only the pages that are used. It
 has no name, and ends with the last process that maps it, however that process ends.
@@ -50,10 +50,8 @@ _SHORT = 0.0005  # seconds of a sleep where several bells are to be heard
 # Seconds to look at a bell before sleeping, if every rank has a core. With a twentieth of it, the
 # slowest tenth of the all_reduces of 1 MB took twice as long, because waking a thread takes time.
 _SPIN = 0.001
-MARKS = 48  # messages from one rank to another that may be under way at once
 LINE = 128  # bytes: two cache lines, because a processor may fetch the neighbour too
-_COUNTERS = 4 * LINE  # bytes of the counters of two rings
-_PAIR = _COUNTERS + MARKS * 8  # bytes of the words of one rank for one other
+_PAIR = 2 * LINE  # bytes of the counters of a ring
 
 # Words of 8 bytes in the line of a rank, of which the first belongs to the bell.
 WRITTEN, READ, ENTERED = 1, 2, 3
@@ -115,33 +113,32 @@ class Segment:
         """Return the index of the first word of what one rank shares with one other."""
         return (self._pairs + (source * self.size + target) * _PAIR) // 8
 
-    def marks(self, source: int, target: int) -> int:
-        """Return the index of the first mark of the messages from one rank to one other."""
-        return self.counters(source, target) + _COUNTERS // 8
-
-    def ring(self, source: int, target: int, number: int) -> torch.Tensor:
-        """Return the memory of one of the two rings from a rank to another."""
-        start = self._rings + ((source * self.size + target) * 2 + number) * RING
+    def ring(self, source: int, target: int) -> torch.Tensor:
+        """Return the memory of the ring from a rank to another."""
+        start = self._rings + (source * self.size + target) * RING
         return self._bytes[start : start + RING]
 
 
 class Ring:
     """A stream of bytes from `source` to `target`, of which this process is one.
 
-    A pair has two, so that messages do not wait for collectives. Only the source writes `written`,
-    and only the target `read`; both count bytes from the start of the group.
+    Only the source writes `written`, and only the target `read`; both count bytes from the start of
+    the group.
     """
 
-    def __init__(self, segment: Segment, source: int, target: int, for_messages: bool) -> None:
+    def __init__(self, segment: Segment, source: int, target: int) -> None:
         self._segment, self._words = segment, segment.words
-        number = 0 if for_messages else 1
-        self._written = segment.counters(source, target) + number * 2 * LINE // 8
+        self._written = segment.counters(source, target)
         self._read = self._written + LINE // 8
-        self._memory = segment.ring(source, target, number)
+        self._memory = segment.ring(source, target)
 
     @property
-    def available(self) -> int:
-        return self._words[self._written] - self._words[self._read]
+    def written(self) -> int:
+        return self._words[self._written]
+
+    @property
+    def read_to(self) -> int:
+        return self._words[self._read]
 
     def write(self, data: torch.Tensor, start: int) -> int:
         """Write bytes of a flat tensor from `start` on; return how many found room."""
@@ -197,7 +194,7 @@ def _layout(size: int) -> tuple[int, int, int, int]:
     pairs = pages(size * LINE)
     slots = pairs + pages(size * size * _PAIR)
     rings = slots + size * SLOTS * (PAGE + SLOT)
-    return pairs, slots, rings, rings + size * size * 2 * RING
+    return pairs, slots, rings, rings + size * size * RING
 
 
 def bytes_for(size: int) -> int:

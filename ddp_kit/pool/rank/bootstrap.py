@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import io
 import multiprocessing
 import os
 import signal
@@ -99,15 +98,13 @@ def leave(code: int) -> NoReturn:
     """End this process with an exit code, and leave its memory to the system.
 
     Python would take half a second to free the objects of PyTorch one by one. As by `sys.exit`,
-    threads are joined, functions registered with atexit are called, and open files are flushed. A
-    compressed file that a worker has left open stays incomplete.
+    threads are joined, and functions registered with atexit are called; files that a worker has
+    left open stay incomplete.
     """
     torch_internals.run_exit_functions()
-    gc.unfreeze()  # frozen objects are not listed
-    for each in gc.get_objects():  # files that a worker has left open
-        if type(each) in (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom):
-            with suppress(Exception):
-                each.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):  # it may be closed
+            stream.flush()
     os._exit(code)
 
 

@@ -16,14 +16,7 @@ from contextlib import suppress
 from datetime import timedelta
 from itertools import islice
 from pathlib import Path
-from types import (
-    BuiltinFunctionType,
-    FrameType,
-    FunctionType,
-    GetSetDescriptorType,
-    MemberDescriptorType,
-    ModuleType,
-)
+from types import BuiltinFunctionType, FrameType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -33,16 +26,13 @@ from ddp_kit.pool.wire.messages import Captured, FrameCopy, Summary, TensorCopy,
 from ddp_kit.pool.wire.pickling import pickle_whole
 from ddp_kit.trace.stacks import is_own
 
-SECONDS = 0.05  # of CPU time that all of it may take: as much is captured on a busy machine
-SIZE = 1_100_000  # bytes that the values of one function may have, roughly
-SMALL, RESERVED = 1_000, 100_000  # bytes of a value, and those of SIZE that larger ones leave free
+SIZE = 1_000_000  # bytes that the values of one function may have, roughly
 MOST_FRAMES = 20  # of a deep recursion, the innermost ones
 MOST_ITEMS = 5_000  # of a list or dict
 BEGIN = 10  # items of one that is not captured whole
 MOST_ATTRIBUTES = 30
 DEEPEST = 4  # levels of values inside values
-LARGEST_INT = 10_000  # bits
-MOST_NUMBERS = 1 << 20  # elements in all tensors of which there are statistics
+MOST_NUMBERS = 1 << 20  # elements of a tensor of which there are statistics
 GPU_PATIENCE = 0.01  # seconds for work on a GPU to end, after which its tensors are not read
 
 _PLAIN = frozenset(
@@ -57,7 +47,7 @@ _INTERNALS_OF_MODULES = frozenset(vars(torch.nn.Module())) - {"training"}
 def capture(error: BaseException) -> bytes:
     """Return a pickled Captured of an exception; b"" if no function of the learner's raised it.
 
-    It takes about SECONDS of CPU time at most, and keeps nothing of the frames alive.
+    It keeps nothing of the frames alive.
     """
     try:
         with warnings.catch_warnings(), torch.no_grad():
@@ -75,10 +65,8 @@ class _Capturing:
     """One capture, with what is left of its limits."""
 
     def __init__(self) -> None:
-        self._deadline = time.thread_time() + SECONDS
-        self._size, self._numbers = 0, MOST_NUMBERS
+        self._size = 0
         self._done: dict[int, tuple[object, Any]] = {}  # by id; the value keeps the id valid
-        self._begun: set[int] = set()  # values inside which the current one is
         self._idle: dict[torch.device, bool] = {}
         self.from_gpu = False
 
@@ -88,22 +76,15 @@ class _Capturing:
             if is_own(step.tb_frame.f_code.co_filename):
                 steps.append((step.tb_frame, step.tb_lineno or 0))
             step = step.tb_next
-        # The innermost comes first, because it matters most if a limit is reached.
-        return [self._frame(*step) for step in reversed(steps[-MOST_FRAMES:])][::-1]
+        return [self._frame(*step) for step in steps[-MOST_FRAMES:]]
 
     def _frame(self, frame: FrameType, line: int) -> FrameCopy:
         self._size, code = SIZE, frame.f_code
-        is_function = bool(code.co_flags & inspect.CO_OPTIMIZED)
-        held: Any = frame.f_locals
-        if not is_function and type(held) is not dict:
-            held = {}  # a metaclass of the learner's has made it
-        mine = {n: v for n, v in dict(held).items() if n.isidentifier() and not _is_special(n)}
-        globals_ = frame.f_globals if type(frame.f_globals) is dict else {}
-        used = {name: globals_[name] for name in code.co_names if name in globals_}
-        if not is_function:  # what a cell or file imports and defines is no news
-            tools = {n: v for n, v in mine.items() if issubclass(type(v), _TOOLS)}
-            used |= tools
-            mine = {n: v for n, v in mine.items() if n not in tools}
+        mine = {n: v for n, v in frame.f_locals.items() if n.isidentifier() and not _is_special(n)}
+        if not code.co_flags & inspect.CO_OPTIMIZED:
+            # What a cell or file imports and defines is no news.
+            mine = {n: v for n, v in mine.items() if not issubclass(type(v), _TOOLS)}
+        used = {name: frame.f_globals[name] for name in code.co_names if name in frame.f_globals}
         return FrameCopy(
             code.co_filename,
             line,
@@ -121,28 +102,23 @@ class _Capturing:
         kind, key = type(value), id(value)
         if key in self._done:
             return self._done[key][1]
-        if (
-            key in self._begun
-            or depth > DEEPEST
-            or self._size < 0
-            or time.thread_time() > self._deadline
-        ):
+        if depth > DEEPEST or self._size < 0:
             return Summary(kind.__name__)
         self._size -= 16
-        self._begun.add(key)
         try:
             copy = self._copy(value, kind, depth)
         except Exception:  # another thread may be changing it
             copy = Summary(kind.__name__)
-        finally:
-            self._begun.remove(key)
         if depth == 0 or isinstance(copy, TensorCopy):  # it is as detailed as it can be
             self._done[key] = value, copy
         return copy
 
     def _copy(self, value: Any, kind: type, depth: int) -> Any:
+        if kind in (str, bytes) and not self._has_room(len(value)):
+            unit = "characters" if kind is str else "bytes"
+            return Summary(kind.__name__, f"of {len(value):,} {unit}", begin=value[:100])
         if kind in _PLAIN:
-            return self._plain(value, kind)
+            return value
         if kind in (*_CONTAINERS, OrderedDict) and len(value) <= MOST_ITEMS:
             return self._items(value, kind, len(value), depth)
         if issubclass(kind, torch.Tensor):
@@ -162,19 +138,9 @@ class _Capturing:
 
     def _has_room(self, size: int) -> bool:
         """Return whether a value of this many bytes is captured whole; it is counted then."""
-        has_room = size <= self._size - (RESERVED if size > SMALL else 0)
+        has_room = size <= self._size
         self._size -= size if has_room else 0
         return has_room
-
-    def _plain(self, value: Any, kind: type) -> Any:
-        if kind in (str, bytes) and not self._has_room(len(value)):
-            unit = "characters" if kind is str else "bytes"
-            return Summary(kind.__name__, f"of {len(value):,} {unit}", begin=value[:100])
-        if kind is int:
-            if value.bit_length() > LARGEST_INT:
-                return Summary("int", f"of {value.bit_length():,} bits")
-            self._size -= value.bit_length() // 8
-        return value
 
     def _items(self, value: Any, kind: type, many: int, depth: int) -> Any:
         """Return the first items of a value of this kind: a list, a dict, and so on."""
@@ -186,24 +152,19 @@ class _Capturing:
         return base(self.take(item, depth + 1) for item in islice(base.__iter__(value), many))
 
     def _object(self, value: Any, kind: type, depth: int) -> Summary:
-        attributes = _attributes(value, kind)
+        attributes = _attributes(value)
         if issubclass(kind, BaseException):
             attributes["args"] = BaseException.args.__get__(value)  # type: ignore[attr-defined]
         if issubclass(kind, torch.nn.Module):
-            groups = [attributes.get(name) for name in ("_parameters", "_buffers", "_modules")]
+            groups = [attributes.get(name, {}) for name in ("_parameters", "_buffers", "_modules")]
             own = {n: v for n, v in attributes.items() if n not in _INTERNALS_OF_MODULES}
-            attributes = own
-            for group in groups:
-                attributes |= group if type(group) in (dict, OrderedDict) else {}
-        names = [name for name in islice(attributes, MOST_ATTRIBUTES) if type(name) is str]
+            attributes = own | groups[0] | groups[1] | groups[2]
+        names = islice(attributes, MOST_ATTRIBUTES)
         taken = {name: self.take(attributes[name], depth + 1) for name in names}
         for base in _CONTAINERS:
             if issubclass(kind, base):
                 size = count(base.__len__(value), "item")
                 begin = self._items(value, kind, BEGIN, depth)
-                fields = kind.__dict__.get("_fields")  # of a named tuple
-                if type(fields) is tuple and type(begin) is tuple:
-                    taken |= dict(zip(fields, begin, strict=False))
                 return Summary(kind.__name__, f"of {size}", taken, begin)
         return Summary(kind.__name__, attributes=taken)
 
@@ -230,9 +191,8 @@ class _Capturing:
 
     def _values(self, numbers: Any, many: int) -> str:
         """Return what is known of the values in a tensor or array, unless there were too many."""
-        if many > self._numbers:
+        if many > MOST_NUMBERS:
             return ""
-        self._numbers -= many
         with suppress(Exception):  # some dtypes support little
             return f": {_describe_values(torch.as_tensor(numbers, device='cpu').reshape(-1))}"
         return ""
@@ -269,17 +229,12 @@ def _is_special(name: str) -> bool:
     return name.startswith("__") and name.endswith("__")
 
 
-def _attributes(value: Any, kind: type) -> dict[Any, Any]:
-    """Return what an object holds in its `__dict__` and its slots, without calling its code."""
-    found: dict[Any, Any] = {}
-    for cls in reversed(kind.__mro__):
-        members = cls.__dict__
-        for name, member in members.items() if "__slots__" in members else ():
-            if type(member) is MemberDescriptorType:
-                with suppress(AttributeError):  # it has not been assigned
-                    found[name] = member.__get__(value)
-    held = next((c.__dict__["__dict__"] for c in kind.__mro__ if "__dict__" in c.__dict__), None)
-    return found | held.__get__(value) if type(held) is GetSetDescriptorType else found
+def _attributes(value: Any) -> dict[str, Any]:
+    """Return what an object holds in its `__dict__`, without calling its code."""
+    try:
+        return dict(object.__getattribute__(value, "__dict__"))
+    except AttributeError:
+        return {}
 
 
 def _describe(tensor: torch.Tensor) -> str:

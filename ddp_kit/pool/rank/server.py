@@ -37,10 +37,8 @@ from ddp_kit.pool.wire.messages import (
     RankStatus,
     Returned,
 )
-from ddp_kit.trace import IMPORTING, RAISED, SERVING, Board, InternTable, describe_line, recording
+from ddp_kit.trace import IMPORTING, SERVING, Board, InternTable, describe_line, recording
 from ddp_kit.trace.rank import progress
-from ddp_kit.trace.rank.recorder import Recorder
-from ddp_kit.trace.stacks import write_handled
 
 LONGEST_MESSAGE = 10_000  # characters of an exception's text
 MOST_LINKED = 16  # causes of an exception and members of a group that are described
@@ -125,17 +123,15 @@ class RankServer:
             # No mtime: linecache keeps such an entry, as it does for IPython's own.
             linecache.cache[name] = (len(source), None, source.splitlines(True), name)
         groups, keeps_groups = torch_internals.count_groups(), False
-        restart: str | None = "what an earlier run has changed could not be restored"
         store = self._joined.store
         recorded = recording(self._table, call.number, rank, store)
+        if not self._is_restored:
+            self._restore()
+        self._is_restored = False
         with recorded as recorder, warnings.catch_warnings():
             try:
                 self._board.write_phase(IMPORTING)  # what the worker needs
-                if not self._is_restored:
-                    self._restore()
-                self._is_restored = False
                 try:
-                    self._state.settings.remember()
                     worker, args = call.payload.unpack()
                     self._board.write_phase(SERVING)
                     keeps_groups = getattr(worker, "keeps_groups", False)
@@ -143,7 +139,7 @@ class RankServer:
                     if self._in_notebook:
                         displayed.show_figures()
                 finally:
-                    restart = self._state.put_back(is_cell=keeps_groups)
+                    self._state.put_back(is_cell=keeps_groups)
                 packed = pack(value)
             except BaseException as error:
                 broken, inside = recorder.broken or (None, None)
@@ -152,16 +148,12 @@ class RankServer:
                     vars(error).setdefault("__notes__", []).append(_HAS_GROUP)
                 failure = describe(rank, error)
                 whole = keeps_groups and broken is None and recorder.all_awaited
-                status = self._status(recorder, whole, groups, restart)
+                status = self._status(whole, groups)
                 inside = inside if broken == id(error) else None
-                # If reading the variables kills this process, the pool still knows the error.
-                self._table.board.write_handled(write_handled(error))
-                self._table.board.write_phase(RAISED)
-                captured = capture(error)
-                self._table.board.write_phase(SERVING)
-                return Raised(failure, status, inside, self._take_displayed(), captured)
+                displayed_here = self._take_displayed()
+                return Raised(failure, status, inside, displayed_here, capture(error))
         groups = None if keeps_groups else groups
-        status = self._status(recorder, recorder.all_awaited, groups, restart)
+        status = self._status(recorder.all_awaited, groups)
         return Returned(packed, status, self._take_displayed())
 
     def _take_displayed(self) -> Sequence[Bundle]:
@@ -192,14 +184,9 @@ class RankServer:
         assert self._environment, "and the environment with the first CallWorker"
         self._state.restore(self._joined, self._environment)
 
-    def _status(
-        self, recorder: Recorder, whole: bool, groups: object | None, restart: str | None
-    ) -> RankStatus:
+    def _status(self, whole: bool, groups: object | None) -> RankStatus:
         intact = whole and self._group_is_intact(groups)
-        thread = thread_left_running()
-        if thread:
-            restart = f"the worker left its thread {thread!r} running"
-        return RankStatus(self._imports.take(), intact, thread, restart)
+        return RankStatus(self._imports.take(), intact, thread_left_running())
 
     def _group_is_intact(self, groups: object | None) -> bool:
         """Return whether the groups are the same as before; None: new ones may stay."""
@@ -208,40 +195,23 @@ class RankServer:
         return dist.group.WORLD is self._group and groups in (None, torch_internals.count_groups())
 
 
-_getpid = os.getpid  # a worker may replace it
-
-
 def call_worker(worker: Callable[..., Any], rank: int, world_size: int, args: tuple) -> Any:
-    """Return what a worker returns; None if it exits with code 0.
-
-    If the worker has forked this process, the copy comes back, too: it ends here.
-    """
-    pid = _getpid()
+    """Return what a worker returns; None if it exits with code 0."""
     try:
-        value = worker(rank, world_size, *args)
-    except BaseException as error:
-        code = error.code if isinstance(error, SystemExit) else 1
-        if code not in (None, 0):
-            if _getpid() == pid:
-                raise
-            if not isinstance(error, SystemExit):
-                traceback.print_exc()
-            _exit(code if isinstance(code, int) else 1)
-        value = None
-    if _getpid() != pid:
-        _exit(0)
-    return value
+        return worker(rank, world_size, *args)
+    except SystemExit as leaving:
+        if leaving.code in (None, 0):
+            return None
+        raise
 
 
 def pack(value: object) -> pickling.Payload:
     """Pickle what a worker returned. Raise TypeError, in one sentence, if that is impossible."""
-    failed: Exception | None = None
     try:
-        if not pickling.holds_module(value):
-            return pickling.pack(value)
+        return pickling.pack(value)
     except Exception as error:
         failed = error
-    path, culprit, reason = pickling.find_culprit(value, modules=False) or ("", value, failed)
+    path, culprit, reason = pickling.find_culprit(value) or ("", value, failed)
     what = f"a {type(culprit).__name__}"
     if path:
         what = f"a {type(value).__name__} whose {path} is {what}"

@@ -1,7 +1,8 @@
 """What a run may change in its rank's process, and how that is undone before the next run.
 
-Most of it is put back. What cannot be costs the rank a fresh process, and a line says so. Functions
-are looked at in the modules and classes of `_OWNERS` only.
+It looks at functions in the modules and classes of `_OWNERS`, and at settings in `_OF_TORCH` and
+`_OF_PYTHON`; what else a worker changes stays as long as the process. A thread that is left running
+costs the rank a fresh process, and a line says so.
 """
 
 from __future__ import annotations
@@ -10,9 +11,7 @@ import builtins
 import faulthandler
 import gc
 import logging
-import multiprocessing
 import os
-import pickle
 import random
 import signal
 import socket
@@ -24,6 +23,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from importlib.machinery import SourceFileLoader
 from operator import is_
 from typing import Any, NamedTuple, NoReturn, TextIO
@@ -32,17 +32,15 @@ import numpy
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch.nn.modules import module
-from torch.optim import optimizer
+from torch.backends import cudnn
 
-from ddp_kit import backends, torch_internals
+from ddp_kit import backends
 from ddp_kit.pool.rank import displayed
 from ddp_kit.pool.wire.messages import (
     RANK_MARK,
     Environment,
     FileStamp,
     JoinGroup,
-    LogSettings,
     file_stamp,
 )
 from ddp_kit.trace import is_own, own_frame
@@ -56,54 +54,49 @@ class State:
     def __init__(self) -> None:
         watch_threads()
         builtins.input = sys.breakpointhook = _refuse_input
-        self._output, self._streams = os.dup(1), _streams()
+        self._output = os.dup(1)
         self._objects = os.environ, sys.path, sys.argv
-        self._log = logging.root
-        self._own_handlers = self._log_handlers = list(self._log.handlers)
-        self._log_level = self._log.level
-        self._logs: LogSettings | None = None  # the notebook's, as they were taken over last
-        self._own_levels: dict[str, int] = {}  # of loggers whose level the notebook has set
+        self._log_handlers, self._log_level = list(logging.root.handlers), logging.root.level
         # The pool finds what a rank has started by this variable.
         mark = {RANK_MARK: os.environ[RANK_MARK]} if RANK_MARK in os.environ else {}
         self._own_environment = mark | backends.LOOPBACK_ENVIRONMENT
         self._seed = torch.initial_seed()
-        self.settings = Settings()
+        self._functions = [Functions(owner) for owner in _OWNERS]
+        self._settings = [(setting, setting.read()) for setting in (*_OF_TORCH, *_OF_PYTHON)]
 
-    def put_back(self, is_cell: bool) -> str | None:
-        """Undo at once what would break the kit's own code after a worker.
+    def put_back(self, is_cell: bool) -> None:
+        """Undo at once what would break the kit's own code after a worker, and settings.
 
-        is_cell: the process stays in any case, because it has the names of cells. Return why it
-        cannot serve another run; None: it can.
+        is_cell: what was set outside PyTorch is for the next cell, too.
         """
-        names = self.settings.put_back_functions()
+        names = [name for functions in self._functions for name in functions.put_back()]
         os.environ, sys.path, sys.argv = self._objects
-        done = self.settings.put_back(is_cell)
-        if not names:
-            return f"the worker {done}" if done and not is_cell else None
-        replaced = f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
-        if not is_cell:
-            return f"the worker replaced {replaced}"
-        with suppress(Exception):  # the cell may have closed sys.stdout
+        torch.set_default_device(None)
+        signal.alarm(0)
+        faulthandler.cancel_dump_traceback_later()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for setting, before in self._settings[: len(_OF_TORCH) if is_cell else None]:
+                with suppress(RuntimeError):
+                    if setting.read() != before:
+                        setting.write(before)
+        if names and is_cell:
+            replaced = f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
             print(f"the next cell has the original {replaced} again")
-        return None
 
     def restore(self, joined: JoinGroup, environment: Environment) -> None:
         """Undo what earlier runs have changed, and take over the notebook's environment."""
-        if _streams() != self._streams:
-            for number in (1, 2):
-                os.dup2(self._output, number)
-            print_to_descriptors()  # the streams before may be closed
-            self._streams = _streams()
+        for number in (1, 2):
+            os.dup2(self._output, number)
+        print_to_descriptors()  # the streams before may be closed
         sys.argv[:] = environment.argv
         # For the names of the next worker; processes that it spawns know them by the second one.
         sys.modules["__main__"] = sys.modules["__mp_main__"] = types.ModuleType("__main__")
-        if environment.logs != self._logs:
-            self._take_over(environment.logs)
         if environment.in_notebook:
             displayed.restore()
-        logging.root, self._log.handlers = self._log, list(self._log_handlers)
-        if self._log.level != self._log_level:  # the setter empties a cache
-            self._log.setLevel(self._log_level)
+        logging.root.handlers = list(self._log_handlers)
+        if logging.root.level != self._log_level:  # the setter empties a cache
+            logging.root.setLevel(self._log_level)
         variables = environment.variables | self._own_environment
         rank, world_size = str(joined.rank), str(joined.world_size)
         variables |= {"RANK": rank, "LOCAL_RANK": rank}  # as torchrun would set them
@@ -125,39 +118,6 @@ class State:
         if "numpy.random" in sys.modules:
             sys.modules["numpy.random"].seed(random.getrandbits(32))
 
-    def _take_over(self, logs: LogSettings) -> None:
-        """Configure logging as in the notebook, as far as that prints."""
-        self._logs, self._log_level = logs, logs.level
-        self._log_handlers = [*self._own_handlers, *(_PrintingHandler(*h) for h in logs.handlers)]
-        for name in self._own_levels.keys() - logs.levels.keys():
-            logging.getLogger(name).setLevel(self._own_levels.pop(name))
-        for name, level in logs.levels.items():
-            logger = logging.getLogger(name)
-            self._own_levels.setdefault(name, logger.level)
-            logger.setLevel(level)
-
-
-class _PrintingHandler(logging.StreamHandler):
-    """A handler of the notebook, in a rank. It prints to what `sys.stderr` is at the moment."""
-
-    def __init__(self, level: int, formatter: bytes) -> None:
-        logging.Handler.__init__(self, level)
-        with suppress(Exception):  # its class may be nowhere but in the notebook
-            self.setFormatter(pickle.loads(formatter))
-
-    @property
-    def stream(self) -> TextIO:  # type: ignore[override]
-        return sys.stderr
-
-
-def _streams() -> list[object]:
-    """Return what prints of Python and C go through; [] if some of it is closed."""
-    streams = [sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__]
-    with suppress(Exception):
-        files = [os.path.sameopenfile(1, 2), os.fstat(1).st_ino, *(one.closed for one in streams)]
-        return streams + files
-    return []
-
 
 def print_to_descriptors() -> None:
     """Let Python print to file descriptors 1 and 2, which stay open if a worker closes a stream."""
@@ -178,10 +138,8 @@ def _refuse_input(*_args: object, **_kwargs: object) -> NoReturn:
 
 # --- functions that a worker has replaced ----------------------------------------------------
 
-_OWNERS = (
-    *(builtins, dist, os, sys, random, socket, time, threading, torch, torch.cuda),
-    *(torch.nn.functional, torch.nn.Module, torch.Tensor),
-)
+_OWNERS = (builtins, dist, os, time, random, torch)
+_OWNERS += (torch.nn.functional, torch.nn.Module, torch.Tensor)
 
 
 class Functions:
@@ -198,162 +156,80 @@ class Functions:
 
     def put_back(self) -> list[str]:
         """Put back the functions that were replaced; return their names."""
-        if _all(_map(is_, self._originals.values(), _map(self._there.get, self._originals))):
+        if all(map(is_, self._originals.values(), map(self._there.get, self._originals))):
             return []  # nearly always
-        replaced = {}
-        for name in self._originals:  # without a function of Python's: it may be among them
+        replaced = []
+        for name, original in self._originals.items():
             value = self._there.get(name)
-            if value is not self._originals[name]:
-                _setattr(self._owner, name, self._originals[name])
-                replaced[name] = value
-        for name, value in list(replaced.items()):
-            if _is_by_library(name, value):
-                self._originals[name] = replaced.pop(name)
-                _setattr(self._owner, name, value)
+            if value is not original and not _is_by_library(value):
+                setattr(self._owner, name, original)
+                replaced.append(name)
         prefix = "" if self._owner is builtins else f"{self._owner.__name__}."
         return [f"{prefix}{name}" for name in replaced]
 
 
-_all, _map, _setattr = all, map, setattr  # a worker may replace them
-
-
-def _is_by_library(name: str, value: object) -> bool:
-    """Return whether a library has wrapped a function, as `torch.compile` does."""
-    if not isinstance(value, types.FunctionType):
-        return False
-    if value.__name__ != name and "<locals>" not in value.__qualname__:
-        return False
-    while isinstance(value, types.FunctionType):
-        if is_own(value.__code__.co_filename):
-            return False
-        value = getattr(value, "__wrapped__", None)
-    return True
+def _is_by_library(function: object) -> bool:
+    """Return whether it is a function of a library, as one that `torch.compile` has wrapped is."""
+    code = getattr(function, "__code__", None)
+    return code is not None and not is_own(code.co_filename)
 
 
 # --- settings that can be asked for ----------------------------------------------------------
 
 
-def _handlers() -> list[Any]:
-    """Return the handlers of signals that have names; one that a library has set may stay."""
-    found = list(map(signal.getsignal, signal.Signals))
-    codes = [getattr(handler, "__code__", None) for handler in found]
-    by_library = [code is not None and not is_own(code.co_filename) for code in codes]
-    return [h if not skip else signal.SIG_DFL for h, skip in zip(found, by_library, strict=True)]
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM, signal.SIGCHLD)
+_SIGNALS += (signal.SIGUSR1, signal.SIGUSR2)
 
 
-def _cores() -> object:
-    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
+def _handlers() -> dict[signal.Signals, Any]:
+    """Return the handlers of signals, without those that libraries have set, which may stay."""
+    found = {number: signal.getsignal(number) for number in _SIGNALS}
+    return {n: each for n, each in found.items() if each and not _is_by_library(each)}
 
 
-def _start_method() -> str:
-    first = multiprocessing.get_all_start_methods()[0]
-    return multiprocessing.get_start_method(allow_none=True) or first
-
-
-_HOOKS = [
-    value
-    for owner in (module, optimizer)
-    for name, value in vars(owner).items()
-    if name.startswith("_global_") and isinstance(value, dict)
-]
+def _set_handlers(handlers: dict[signal.Signals, Any]) -> None:
+    for number, handler in _handlers().items():
+        before = handlers.get(number, signal.SIG_DFL)
+        if handler is not before:
+            signal.signal(number, before)
 
 
 class Setting(NamedTuple):
-    """A setting of this process: what a worker did if it has changed, and how to read it.
+    """A setting of this process: how to read and how to write it."""
 
-    restore: puts a value back that was read, of a tuple each by itself; None: only a fresh process
-    has it again.
-    """
-
-    done: str
     read: Callable[[], Any]
-    restore: Callable[..., object] | None = None
+    write: Callable[[Any], object]
 
 
-_OF_PYTHON = [
-    Setting("set a handler for a signal", _handlers),
-    Setting("left a timer running", lambda: [signal.getitimer(n)[0] > 0 for n in range(3)]),
-    Setting("blocked a signal", lambda: signal.pthread_sigmask(signal.SIG_BLOCK, ())),
-    Setting("changed the cores of its process", _cores),
-    Setting("set a trace function", lambda: (sys.gettrace(), sys.getprofile())),
-    Setting("changed the recursion limit", sys.getrecursionlimit, sys.setrecursionlimit),
-    Setting("switched gc", gc.isenabled, lambda was: gc.enable() if was else gc.disable()),
-    Setting("changed when gc collects", gc.get_threshold, gc.set_threshold),
-    Setting("changed the start method", _start_method),
-    Setting("changed the sharing strategy", mp.get_sharing_strategy, mp.set_sharing_strategy),
-    Setting("changed NumPy's errors", numpy.geterr, lambda was: numpy.seterr(**was)),
-    Setting(
-        "changed how NumPy prints",
-        numpy.get_printoptions,
-        lambda was: numpy.set_printoptions(**was),
-    ),
-    Setting("disabled logging", lambda: logging.Logger.manager.disable, logging.disable),
-    Setting("left a hook on all modules or optimizers", lambda: list(map(len, _HOOKS))),
-    Setting("changed autocast", lambda: list(map(torch.get_autocast_dtype, ("cpu", "cuda")))),
-    Setting("set flush_denormal", lambda: sys.float_info.min / 2 == 0, torch.set_flush_denormal),
-    Setting("changed the debug level", dist.get_debug_level, dist.set_debug_level),
-    Setting("left rpc open", torch_internals.rpc_is_open),
+def _attribute(owner: Any, name: str) -> Setting:
+    return Setting(partial(getattr, owner, name), partial(setattr, owner, name))
+
+
+_OF_TORCH = [
+    Setting(torch.get_default_dtype, torch.set_default_dtype),
+    Setting(torch.is_grad_enabled, torch.set_grad_enabled),
+    Setting(torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
+    Setting(torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
+    Setting(torch.is_warn_always_enabled, torch.set_warn_always),
+    Setting(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    _attribute(cudnn, "benchmark"),
+    _attribute(cudnn, "deterministic"),
+    Setting(mp.get_sharing_strategy, mp.set_sharing_strategy),
 ]
-
-
-class Settings:
-    """The settings of this process, as the run before has left them."""
-
-    def __init__(self) -> None:
-        self._functions = [Functions(owner) for owner in _OWNERS]
-        self._of_torch = [
-            Setting(f"changed torch's {what}", get, put)
-            for what, get, put in torch_internals.settings()
-        ]
-        # What the first run finds, by what a worker does that changes it.
-        self._values = {each.done: each.read() for each in self._of_torch}
-        self._is_ready = False
-
-    def remember(self) -> None:
-        """Let the first run begin with the settings as they are now."""
-        if not self._is_ready:
-            self._values |= {each.done: each.read() for each in _OF_PYTHON}
-            self._is_ready = True
-
-    def put_back_functions(self) -> list[str]:
-        """Put back functions that were replaced; return their names: others may hold them, too."""
-        return [name for functions in self._functions for name in functions.put_back()]
-
-    def put_back(self, is_cell: bool) -> str | None:
-        """Put back the settings; return what was done to one that cannot be put back.
-
-        is_cell: what was set outside PyTorch is for the next cell, too.
-        """
-        if not self._is_ready:
-            return None  # the worker never began
-        if torch.are_deterministic_algorithms_enabled():
-            torch.use_deterministic_algorithms(False)  # tells the compiler, too
-        torch.set_default_device(None)
-        faulthandler.cancel_dump_traceback_later()  # nobody can ask whether there is one
-        settings = [*self._of_torch, *_OF_PYTHON]
-        if not self._changed(settings):
-            return None  # nearly always
-        for each in self._changed(self._of_torch if is_cell else settings):
-            # What cannot be put back costs a fresh process.
-            with suppress(Exception), warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                if each.restore is not None:
-                    was = self._values[each.done]
-                    each.restore(*was if isinstance(was, tuple) else (was,))
-        left = self._changed(settings)  # after all, because some settings set others
-        for each in left:
-            with suppress(RuntimeError):
-                self._values[each.done] = each.read()  # the next run is not to blame for it
-        return left[0].done if left else None
-
-    def _changed(self, settings: list[Setting]) -> list[Setting]:
-        return [each for each in settings if self._has_changed(each)]
-
-    def _has_changed(self, setting: Setting) -> bool:
-        try:
-            return setting.read() != self._values[setting.done]
-        except RuntimeError:  # two settings contradict each other
-            return True
+_OF_PYTHON = [
+    Setting(_handlers, _set_handlers),
+    Setting(sys.gettrace, sys.settrace),
+    Setting(sys.getprofile, sys.setprofile),
+    Setting(sys.getrecursionlimit, sys.setrecursionlimit),
+    Setting(gc.isenabled, lambda enabled: gc.enable() if enabled else gc.disable()),
+    Setting(mp.get_start_method, partial(mp.set_start_method, force=True)),
+    Setting(numpy.geterr, lambda errors: numpy.seterr(**errors)),
+    Setting(numpy.get_printoptions, lambda options: numpy.set_printoptions(**options)),
+    _attribute(logging.root.manager, "disable"),
+]
+if hasattr(os, "sched_setaffinity"):
+    cores = Setting(partial(os.sched_getaffinity, 0), partial(os.sched_setaffinity, 0))
+    _OF_PYTHON.append(cores)
 
 
 # --- threads that a worker has left running --------------------------------------------------

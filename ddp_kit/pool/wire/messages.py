@@ -44,14 +44,6 @@ def file_stamp(path: str) -> FileStamp | None:
     return found.st_mtime_ns, found.st_size
 
 
-class LogSettings(NamedTuple):
-    """What is printed of the records of each logger."""
-
-    level: int  # of the root logger
-    handlers: tuple[tuple[int, bytes], ...]  # its handlers that print: level, pickled formatter
-    levels: dict[str, int]  # of the other loggers that have one
-
-
 class Environment(NamedTuple):
     """What a rank takes over from the notebook's process before each run."""
 
@@ -59,7 +51,6 @@ class Environment(NamedTuple):
     folder: str  # the working directory
     argv: tuple[str, ...]  # sys.argv
     variables: dict[str, str]  # os.environ
-    logs: LogSettings
     in_notebook: bool  # which shows what a rank displays
     is_live: bool  # a view shows bars while the run lasts
 
@@ -87,8 +78,7 @@ class RankStatus(NamedTuple):
 
     modules: dict[str, FileStamp]  # the learner's files that it has imported since the last one
     group_intact: bool = True  # the process group is unchanged and nothing is in flight in it
-    thread: str | None = None  # a thread that still runs the worker's code
-    restart: str | None = None  # why the process cannot serve another run
+    thread: str | None = None  # a thread that still runs the worker's code, so it needs an end
 
 
 class Joined(NamedTuple):

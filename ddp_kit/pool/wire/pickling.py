@@ -2,13 +2,12 @@
 
 Tensors and arrays of 64 KiB and more are not pickled. They are written once to an anonymous file
 whose descriptor goes through the pipe, and the receiver maps the file. The mapping is private, so
-a receiver's changes stay with the receiver. Arguments of a worker in shared memory stay there.
+a receiver's changes stay with the receiver.
 """
 
 from __future__ import annotations
 
 import dis
-import functools
 import inspect
 import io
 import mmap
@@ -16,28 +15,23 @@ import operator
 import os
 import pickle
 import pkgutil
-import re
 import reprlib
-import socket
 import sys
 import types
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
-from typing import Any, BinaryIO, NewType
+from typing import Any, BinaryIO
 
 import cloudpickle
 import torch
-import torch.distributed as dist
 
 from ddp_kit import torch_internals
 from ddp_kit.trace import anonymous_file
 
 LARGE = 1 << 16  # bytes; larger buffers travel in a file
 MAPPED = 1 << 22  # bytes; larger files are mapped, smaller ones read
-SHARED = -1  # in place of an offset
 _ALIGNMENT = 64  # bytes; what torch gives its own tensors
 
 
@@ -46,36 +40,27 @@ class Payload:
     """A value on its way between two processes."""
 
     pickled: bytes
-    # Of each buffer: offset and length in the file; SHARED and length for one in shared memory.
-    spans: list[tuple[int, int]] = field(default_factory=list)
+    spans: list[tuple[int, int]] = field(default_factory=list)  # of buffers: offset and length
     from_gpu: bool = False  # it contains tensors from a GPU, which arrive on the CPU
-    file: BinaryIO | None = None  # sent after the message
-    shared: list[BinaryIO] = field(default_factory=list)  # files of shared memory, sent after it
+    file: BinaryIO | None = None  # has the buffers; sent after the message
 
     def __reduce__(self) -> tuple:
-        return Payload, (self.pickled, self.spans, self.from_gpu)  # without the files
+        return Payload, (self.pickled, self.spans, self.from_gpu)  # without the file
 
     def unpack(self) -> Any:
         """Return the value. Raise whatever the value's own classes raise."""
-        if not self.spans:
+        if self.file is None:
             return pickle.loads(self.pickled)
-        memory = memoryview(_map_or_read(self.file) if self.file else b"")
-        shared = iter(self.shared)
-        buffers = [
-            (next(shared), length) if offset == SHARED else memory[offset : offset + length]
-            for offset, length in self.spans
-        ]
+        memory = memoryview(_map_or_read(self.file))
+        buffers = [memory[offset : offset + length] for offset, length in self.spans]
         try:
             return pickle.loads(self.pickled, buffers=buffers)
         finally:
             self.close()
 
-    def files(self) -> list[BinaryIO]:
-        return [self.file, *self.shared] if self.file else self.shared
-
     def close(self) -> None:
-        for file in self.files():
-            file.close()
+        if self.file is not None:
+            self.file.close()
 
 
 def _map_or_read(file: BinaryIO) -> Any:
@@ -92,34 +77,27 @@ def pack(value: Any, for_ranks: bool = False) -> Payload:
 
     for_ranks: it is a worker with its arguments, on their way to the ranks.
     """
-    payload, buffers = Payload(b""), []
+    payload = Payload(b"")
+    buffers: list[memoryview] = []
 
     def take_out(buffer: pickle.PickleBuffer) -> bool:
-        raw = buffer.raw()
-        descriptor = pickler.shared.pop(id(buffer), -1) if pickler.shared else -1
-        if descriptor >= 0:
-            payload.shared.append(open(os.dup(descriptor), "r+b", buffering=0))  # noqa: SIM115
-        elif raw.nbytes < LARGE:
-            return True  # pickle it with the rest
-        buffers.append((raw, descriptor >= 0))
-        return False
+        is_small = buffer.raw().nbytes < LARGE
+        if not is_small:
+            buffers.append(buffer.raw())
+        return is_small  # pickle it with the rest
 
     pickled = io.BytesIO()
     kind = _WorkerPickler if for_ranks else _Pickler
     pickler = kind(pickled, protocol=5, buffer_callback=take_out)
-    pickler.shared = {} if for_ranks else None
     pickler.dump(value)
     payload.pickled, payload.from_gpu = pickled.getvalue(), pickler.from_gpu
-    for buffer, is_shared in buffers:
-        if is_shared:
-            payload.spans.append((SHARED, buffer.nbytes))
-        else:
-            payload.file = payload.file or anonymous_file("values")
-            offset = -(-payload.file.tell() // _ALIGNMENT) * _ALIGNMENT
-            payload.file.seek(offset)
-            payload.spans.append((offset, buffer.nbytes))
-            while buffer:  # one write is limited to 2 GiB
-                buffer = buffer[payload.file.write(buffer) :]
+    for buffer in buffers:
+        payload.file = payload.file or anonymous_file("values")
+        offset = -(-payload.file.tell() // _ALIGNMENT) * _ALIGNMENT
+        payload.file.seek(offset)
+        payload.spans.append((offset, buffer.nbytes))
+        while buffer:  # one write is limited to 2 GiB
+            buffer = buffer[payload.file.write(buffer) :]
     return payload
 
 
@@ -137,16 +115,11 @@ class _Pickler(cloudpickle.Pickler):
     """
 
     from_gpu = False
-    # Descriptors of shared memory, by the ids of buffers; None: the memory is copied.
-    shared: dict[int, int] | None = None
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, torch.UntypedStorage) and obj.device.type in ("cpu", "cuda"):
             self.from_gpu |= obj.device.type == "cuda"
-            buffer = _buffer_of(obj.cpu())
-            if self.shared is not None and obj.device.type == "cpu" and obj.is_shared():
-                self.shared[id(buffer)] = torch_internals.descriptor_of(obj)
-            return _storage, (buffer,)
+            return _storage, (_buffer_of(obj.cpu()),)
         if isinstance(obj, torch.TypedStorage) and not obj.is_sparse:
             return torch_internals.typed_storage, (torch_internals.untyped_storage(obj), obj.dtype)
         for name in ("stdout", "stderr"):
@@ -160,10 +133,6 @@ class _Pickler(cloudpickle.Pickler):
             )
         if type(obj).__module__ == "IPython.core.autocall":  # a notebook's exit and quit
             return getattr, (sys, "exit")
-        if isinstance(obj, NewType):  # pickle would look its name up in the rank
-            return object.__new__, (NewType,), vars(obj)
-        if obj is type(dist.Store):  # torch's own metaclass, which cannot be imported
-            return type, (dist.Store,)
         if name := _import_name(obj):
             return pkgutil.resolve_name, (name,)
         return super().reducer_override(obj)
@@ -188,19 +157,14 @@ class _WorkerPickler(_Pickler):
 def _names_of(obj: Any) -> dict[str, Any]:
     """Return the name of a function or a class in `__main__`, and those that it needs there.
 
-    These are names in its annotations, and in the bodies of classes that a function defines:
-    cloudpickle looks for names in functions only.
+    These are names in the bodies of classes that a function defines: cloudpickle looks for names in
+    functions only.
     """
-    main = sys.modules["__main__"]
+    main, names = sys.modules["__main__"], {}
     is_function = isinstance(obj, types.FunctionType)
-    space = obj.__globals__ if is_function else vars(main)
-    words: set[str] = set()
-    with suppress(Exception):  # from Python 3.14 on, it may fail here
-        kinds = [kind for kind in inspect.get_annotations(obj).values() if type(kind) is not type]
-        words.update(re.findall(r"\w+", repr(kinds)))
-    names = {word: space[word] for word in words & space.keys() if _is_kind(space[word])}
     if is_function:
-        names |= {word: space[word] for word in _of_bodies(obj.__code__) & space.keys()}
+        space = obj.__globals__
+        names = {word: space[word] for word in _of_bodies(obj.__code__) & space.keys()}
     first, *inner = obj.__qualname__.split(".")
     with suppress(AttributeError):  # it is local to a function, or has been replaced
         if operator.attrgetter(obj.__qualname__)(main) is obj and not (is_function and inner):
@@ -220,11 +184,6 @@ def _of_bodies(code: types.CodeType) -> set[str]:
     return found
 
 
-def _is_kind(value: Any) -> bool:
-    kinds = type, types.ModuleType, types.GenericAlias, types.UnionType
-    return isinstance(value, kinds) or type(value).__module__ == "typing"
-
-
 def _set_in_main(obj: Any, state: tuple) -> None:
     set_state, own_state, qualname, names = state
     set_state(obj, own_state)
@@ -242,8 +201,9 @@ def _import_name(obj: Any) -> str | None:
         return name
     if isinstance(obj, type) and _is_renamed(obj):
         return f"{obj.__module__}:{obj.__name__}"
-    name = _unusual_modules(len(sys.modules)).get(id(obj))
-    return name if name and sys.modules.get(name) is obj else None
+    if isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType:
+        return obj.__name__ if sys.modules.get(obj.__name__) is obj else None
+    return None
 
 
 def _is_renamed(kind: type) -> bool:
@@ -257,14 +217,6 @@ def _is_renamed(kind: type) -> bool:
     )
 
 
-@functools.lru_cache(maxsize=1)
-def _unusual_modules(_loaded: int) -> dict[int, str]:
-    """Return the names of what programs have put into `sys.modules` instead of plain modules."""
-    # A copy, because listing the items may collect garbage, during which other threads import.
-    modules = sys.modules.copy().items()
-    return {id(obj): name for name, obj in modules if type(obj) is not types.ModuleType}
-
-
 def _can_travel(file: io.IOBase) -> bool:
     standard = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
     return isinstance(file, (io.StringIO, io.BytesIO)) or file in standard
@@ -276,9 +228,6 @@ def _buffer_of(storage: torch.UntypedStorage) -> pickle.PickleBuffer:
 
 
 def _storage(buffer: Any) -> torch.UntypedStorage:
-    if isinstance(buffer, tuple):  # shared memory
-        file, size = buffer
-        return torch_internals.shared_storage(file.fileno(), size)
     if not len(buffer):
         return torch.UntypedStorage(0)
     storage = torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
@@ -286,70 +235,34 @@ def _storage(buffer: Any) -> torch.UntypedStorage:
 
 
 def send(control: Connection, message: Any) -> None:
-    """Send a message and the files of its payload."""
+    """Send a message and the file of its payload."""
     control.send_bytes(pickle.dumps(message, protocol=5))
-    for file in _payload(message).files():
+    payload = getattr(message, "payload", None)
+    if payload is not None and payload.file is not None:
         # After the message, because a descriptor travels with a byte of its own.
-        with _no_default_timeout():
-            reduction.send_handle(control, file.fileno(), None)
+        reduction.send_handle(control, payload.file.fileno(), None)
 
 
 def receive(control: Connection) -> Any:
     message = control.recv()
-    payload = _payload(message)
-    shared = [offset == SHARED for offset, _ in payload.spans]
-    if not all(shared):
-        payload.file = _receive_file(control)
-    payload.shared = [_receive_file(control) for is_shared in shared if is_shared]
+    payload = getattr(message, "payload", None)
+    if payload is not None and payload.spans:
+        payload.file = open(reduction.recv_handle(control), "r+b", buffering=0)  # noqa: SIM115
     return message
 
 
-def _receive_file(control: Connection) -> BinaryIO:
-    with _no_default_timeout():
-        return open(reduction.recv_handle(control), "r+b", buffering=0)
-
-
-@contextmanager
-def _no_default_timeout() -> Iterator[None]:
-    """Unset a default socket timeout of the learner's; the control pipe must not time out."""
-    timeout = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(None)
-    try:
-        yield
-    finally:
-        socket.setdefaulttimeout(timeout)
-
-
-_NOTHING = Payload(b"")
-
-
-def _payload(message: Any) -> Payload:
-    return getattr(message, "payload", _NOTHING)
-
-
 def find_culprit(
-    value: Any, path: str = "", modules: bool = True, _above: tuple[int, ...] = ()
+    value: Any, path: str = "", _above: tuple[int, ...] = ()
 ) -> tuple[str, Any, Exception] | None:
-    """Return what in a value cannot be pickled: its path, the object, and the reason.
-
-    modules: whether modules are allowed.
-    """
-    if isinstance(value, types.ModuleType) and not modules:
-        return path, value, TypeError("a module can only be imported")
+    """Return what in a value cannot be pickled: its path, the object, and the reason."""
     for step, inner in _parts(value) if id(value) not in _above else ():
-        found = find_culprit(inner, path + step, modules, (*_above, id(value)))
-        if found:
+        if found := find_culprit(inner, path + step, (*_above, id(value))):
             return found
     try:
         pack(value)
     except Exception as error:
         return path, value, error
     return None
-
-
-def holds_module(value: Any) -> bool:
-    """Return whether a value is or contains a module, of which only the name would arrive."""
-    return any(isinstance(v, types.ModuleType) for _, v in [("", value), *_parts(value)])
 
 
 def _parts(value: Any) -> list[tuple[str, Any]]:
