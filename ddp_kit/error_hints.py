@@ -35,8 +35,6 @@ Missing key\(s\) in state_dict: "module\.
     These keys are of a model without DDP: load them into the model before DDP wraps it.
 Unexpected key\(s\) in state_dict: "module\.
     These keys are of a DDP model: save model.module.state_dict() instead.
-AttributeError: '_OpNamespace' '(\w+)' object has no attribute '(\w+)'
-    The rank has no operator \1::\2: define it in the worker, or in a module that it imports.
 debuggers do not work in a rank
     To look at variables in a notebook, raise an error at this line, and enter %ranks debug.
 ^AttributeError: '(\w+)' object has no attribute '(\w+)'\n.*\b(torch|dist|kit)\.\2\b

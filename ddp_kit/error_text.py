@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import os
 import re
 import signal
-import sys
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -240,25 +238,6 @@ class TracebackFormatter(TextFormatter):
         return [*lines, ""]
 
 
-class _NoticeFormatter(TextFormatter):
-    """Names a file as well, if it is neither a cell's nor the script that runs."""
-
-    def _frame(self, frame: Frame) -> list[str]:
-        if is_imported(frame.file):
-            name = os.path.basename(frame.file)
-            frame = replace(frame, function=f"{frame.function} in {name}")
-        return super()._frame(frame)
-
-
-def is_imported(file: str) -> bool:
-    """Return whether a file is that of a module, and not of a cell or of the running script."""
-    script = getattr(sys.modules.get("__main__"), "__file__", None)
-    try:
-        return os.path.isfile(file) and not (script and os.path.samefile(file, script))
-    except OSError:  # the script was removed, or its relative path is from another folder
-        return True
-
-
 def signal_name(exitcode: int | None) -> str | None:
     """Return the signal that ended a process; None if it exited, or that is not known.
 
@@ -287,10 +266,6 @@ def format_death(
         cause = "it was killed from outside, most often because memory ran out"
     elif name in ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL"):
         cause = "native code crashed; the last lines that it printed may say why"
-    elif name in ("SIGALRM", "SIGVTALRM", "SIGPROF"):
-        cause = "the worker has set a timer, and no handler for its signal"
-    elif name == "SIGXCPU":
-        cause = "it has used up its limit of CPU time"
     elif name:
         cause = "this signal was sent to it, by the worker or from outside"
     elif exitcode is None:
@@ -311,7 +286,7 @@ def format_unawaited(waits: Iterable[Wait]) -> list[str]:
     listed = sorted(waits, key=lambda wait: (wait.rank, str(wait.where), wait.op))
     rows = [(wait, "", f"never waited for {wait.op}, {hint}") for wait in listed]
     more = len(rows) - _MOST_UNAWAITED
-    lines = _NoticeFormatter().merge(rows[:_MOST_UNAWAITED])
+    lines = TextFormatter().merge(rows[:_MOST_UNAWAITED])
     return [*lines, f"... and {more:,} more such calls"] if more > 0 else lines
 
 
@@ -321,7 +296,7 @@ def format_notes(notes: Iterable[tuple[int, str, Frame | None]]) -> list[str]:
         (Wait(rank, None, line), "", f"found that {said}")
         for rank, said, line in dict.fromkeys(notes)  # one line may make several such models
     )
-    return _NoticeFormatter().merge(rows)
+    return TextFormatter().merge(rows)
 
 
 def format_returned(ranks: Iterable[int]) -> list[str]:

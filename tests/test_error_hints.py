@@ -114,10 +114,6 @@ def test_the_level_of_debugging_stays_as_it_was():
             "with a value\ndist.barrier()",
             "dist is a local variable",
         ),
-        (
-            "AttributeError: '_OpNamespace' 'mine' object has no attribute 'twice'\ntwice(x)",
-            "no operator mine::twice: define it in the worker",
-        ),
         ("AttributeError: 'int' object has no attribute 'barrier'\nother.barrier()", ""),
         ("ValueError: expected 2\nx.to(kit.device())", ""),
     ],

@@ -89,7 +89,7 @@ def test_a_rank_trace_is_readable_lines_of_json(tmp_path):
     head, *lines = (tmp_path / "run-00-work" / "rank-2.jsonl").read_text().splitlines()
     first_line = json.loads(head)
     assert [first_line[name] for name in ("format", "rank", "world_size")] == [
-        *("ddp_kit trace 1", 2, 3),
+        *("ddp_kit trace 2", 2, 3),
     ]
     first = json.loads(lines[0])
     assert (first["op"], first["peer"], first["outputs"]) == ("recv", 1, [[32, 32]])
@@ -121,7 +121,7 @@ def test_runs_beyond_a_hundred_keep_their_order(tmp_path):
         folder.write("<lambda>", Trace(1, dropped=(number,)), [0])
     assert kit.load_trace(tmp_path).dropped == (101,)
     assert kit.load_trace(tmp_path, "lambda").dropped == (101,)
-    with pytest.raises(kit.TraceError, match="it has 102, of which these are the last: 94 lambda"):
+    with pytest.raises(kit.TraceError, match="it has 102: 0 lambda"):
         kit.load_trace(tmp_path, 102)
 
 
@@ -179,18 +179,11 @@ def test_an_unfinished_rank_trace_does_not_count(tmp_path, monkeypatch):
         kit.load_trace(tmp_path)
 
 
-def test_rank_traces_of_two_starts_are_not_mixed(tmp_path):
-    write(tmp_path, traces.ring(2, 1), ranks=[0])
-    write(tmp_path, traces.ring(2, 1), ranks=[1])
-    with pytest.raises(kit.TraceError, match="from different starts of a lesson"):
-        kit.load_trace(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         (lambda text: "hello", "is damaged"),
-        (lambda text: text.replace("trace 1", "trace 7"), "is not a rank trace that this kit"),
+        (lambda text: text.replace("trace 2", "trace 7"), "is not a rank trace that this kit"),
         (lambda text: text[: len(text) // 2], "is damaged"),
         (lambda text: text[: text.rindex('{"rank"')], "is damaged"),
         (lambda text: text.replace('"rank": 1', '"rank": 0'), "is damaged"),

@@ -125,9 +125,7 @@ class Ranks:
         """Make the traces of all processes fit together, once all have joined."""
         if self._folder is not None:
             with self._group():
-                launch = [self._folder.launch]
-                dist.broadcast_object_list(launch, src=0)
-                self._folder.launch, self._folder.clock = launch[0], environment.compare_clocks()
+                self._folder.clock = environment.compare_clocks()
 
     def say(self, line: str) -> None:
         """Print a line in one process only."""

@@ -174,10 +174,10 @@ class _Job:
         """Add what the ranks on other hosts have reported, and let them leave."""
         remote = range(self.here, self.world_size)
         values = [others.value(rank) for rank in remote]
-        local = [RankTrace.of(result.trace, rank, "") for rank in range(self.here)]
+        local = [RankTrace.of(result.trace, rank) for rank in range(self.here)]
         found = {snapshot.rank: snapshot for snapshot in others.snapshots()}
         alone = join([found.get(rank, Snapshot(rank, EMPTY)) for rank in range(self.world_size)])
-        far = [RankTrace.of(alone, rank, "", others.clock(rank)) for rank in remote]
+        far = [RankTrace.of(alone, rank, others.clock(rank)) for rank in remote]
         traces = [replace(one, world_size=self.world_size) for one in (*local, *far)]
         others.release()
         output = (*result.output, *others.output())

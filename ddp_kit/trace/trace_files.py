@@ -20,7 +20,6 @@ import json
 import os
 import re
 import tempfile
-import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields, replace
@@ -32,12 +31,11 @@ from ddp_kit.error_text import Frame, name_ranks
 from ddp_kit.errors import TraceError
 from ddp_kit.trace.events import Event, Group, Message, Trace
 
-_FORMAT = "ddp_kit trace 1"
+_FORMAT = "ddp_kit trace 2"
 _DEFAULTS = {f.name: f.default for f in fields(Event) if f.default is not MISSING}
 _RUN = re.compile(r"run-(\d+)-(\w+)")
 _FILE = re.compile(r"rank-(\d+)\.jsonl")
 _OURS = re.compile(r"rank-\d+\.jsonl|\.rank-\d+\.jsonl\.new")  # complete, or of a killed rank
-_SHOWN = 8  # runs that an error names
 
 
 class Clock(NamedTuple):
@@ -51,7 +49,6 @@ class Clock(NamedTuple):
 class RankTrace:
     """What one rank communicated in one run; its times are those of its own host."""
 
-    launch: str  # the same for all ranks of one start of a lesson
     rank: int
     world_size: int
     dropped: int | None  # None: not known
@@ -60,11 +57,11 @@ class RankTrace:
     events: tuple[Event, ...]
 
     @staticmethod
-    def of(trace: Trace, rank: int, launch: str, clock: Clock | None = None) -> RankTrace:
+    def of(trace: Trace, rank: int, clock: Clock | None = None) -> RankTrace:
         dropped = trace.dropped[rank] if trace.dropped else None
         span = trace.spans[rank] if trace.spans else None
         events = tuple(event for event in trace if event.rank == rank)
-        return RankTrace(launch, rank, trace.world_size, dropped, span, clock, events)
+        return RankTrace(rank, trace.world_size, dropped, span, clock, events)
 
     def by_rank_0(self) -> RankTrace:
         """Return the same with the times of rank 0's clock."""
@@ -114,14 +111,13 @@ class TraceFolder:
     """Where a lesson writes the trace of each of its runs.
 
     path: the folder; it is created if missing.
-    launch: what all files of one start of the lesson share; set it where processes must agree.
     clock: of this process, compared with that of rank 0; None: it is the same clock.
 
     Raises OSError if the folder cannot be created or written to.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path, self.launch = Path(path), uuid.uuid4().hex
+        self.path = Path(path)
         self.clock: Clock | None = None
         self._runs = 0
         self.path.mkdir(parents=True, exist_ok=True)
@@ -145,7 +141,7 @@ class TraceFolder:
         self._runs += 1
         path.mkdir(exist_ok=True)
         for rank in ranks:
-            RankTrace.of(trace, rank, self.launch, self.clock).write(path / f"rank-{rank}.jsonl")
+            RankTrace.of(trace, rank, self.clock).write(path / f"rank-{rank}.jsonl")
 
 
 def load_trace(folder: str | os.PathLike[str], run: int | str = -1) -> Trace:
@@ -164,11 +160,6 @@ def load_trace(folder: str | os.PathLike[str], run: int | str = -1) -> Trace:
         traces = [_read(file, rank) for rank, file in sorted(_files(path).items())]
     except OSError as error:
         raise TraceError(f"cannot read {error.filename!r}: {error.strerror}") from error
-    if len({(trace.launch, trace.world_size) for trace in traces}) > 1:
-        raise TraceError(
-            f"the files in {str(path)!r} are from different starts of a lesson; "
-            "remove the folder and run the lesson again"
-        )
     if missing := set(range(traces[0].world_size)).difference(trace.rank for trace in traces):
         verb = "trace is" if len(missing) == 1 else "traces are"
         raise TraceError(
@@ -187,7 +178,6 @@ def _runs(folder: Path) -> Iterator[tuple[int, str, Path]]:
 
 
 def _files(path: Path) -> dict[int, Path]:
-    """Return the files in the folder of a run, by rank."""
     found = ((_FILE.fullmatch(file.name), file) for file in path.iterdir())
     return {int(match[1]): file for match, file in found if match}
 
@@ -204,11 +194,8 @@ def _choose_run(folder: Path, run: int | str) -> Path:
         return runs[run][2]
     if chosen := [path for number, worker, path in runs if run in (number, worker)]:
         return chosen[-1]
-    names = ", ".join(f"{number} {worker}" for number, worker, _ in runs[-_SHOWN:])
-    last = ", of which these are the last" if len(runs) > _SHOWN else ""
-    raise TraceError(
-        f"there is no run {run!r} in {str(folder)!r}; it has {len(runs)}{last}: {names}"
-    )
+    names = ", ".join(f"{number} {worker}" for number, worker, _ in runs)
+    raise TraceError(f"there is no run {run!r} in {str(folder)!r}; it has {len(runs)}: {names}")
 
 
 def _read(path: Path, rank: int) -> RankTrace:
@@ -234,7 +221,6 @@ def _as_event(values: dict[str, Any]) -> Event:
     values["group"] = Group(values["group"]["name"], tuple(values["group"]["ranks"]))
     for name in ("inputs", "outputs", "splits"):
         values[name] = tuple(map(tuple, values.get(name, ())))
-    values["strides"] = tuple(values.get("strides", ()))
     if "where" in values:
         values["where"] = Frame(**values["where"])
     return Event(**values)
@@ -284,7 +270,6 @@ def write_chrome(trace: Trace, path: str | PathLike[str]) -> None:
 
 
 def _over(events: Sequence[Event], span: tuple[int, int] | None) -> int:
-    """Return when a rank ended, as far as the trace shows."""
     moments = [t for e in events for t in (e.start, e.waited, e.end) if t is not None]
     return max([*moments, span[1]] if span else moments, default=0)
 
@@ -310,13 +295,9 @@ def _lay(events: Sequence[Event], over: int) -> dict[int, Slice]:
 
 
 def _names(rank: int, threads: int) -> list[dict[str, Any]]:
-    """Return the names of a rank and its threads, in the order in which they are shown."""
     titles = ["worker and its waits", *(f"operations {i}" for i in range(1, threads + 1))]
     named = [("process_name", 0, {"name": f"rank {rank}"})]
-    named.append(("process_sort_index", 0, {"sort_index": rank}))
-    for thread, title in enumerate(titles):
-        named.append(("thread_name", thread, {"name": title}))
-        named.append(("thread_sort_index", thread, {"sort_index": thread}))
+    named += [("thread_name", thread, {"name": title}) for thread, title in enumerate(titles)]
     return [{"ph": "M", "name": n, "pid": rank, "tid": t, "args": args} for n, t, args in named]
 
 

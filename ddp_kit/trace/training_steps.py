@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise
 
 from ddp_kit.trace.events import Event, Trace
 
-LONGEST = 4096  # calls in a step; to look for longer ones takes too long
+LONGEST = 1000  # calls in a step; to look for longer ones takes too long
 BUCKET = "DDP all_reduce"
 _REBUILD = "DDP forward"  # called once, before the second forward: it is in no step's pattern
 
@@ -163,8 +163,8 @@ def _find_repeats(calls: Sequence[_Call]) -> tuple[list[int], int]:
     found: list[tuple[int, list[int], int]] = []  # bytes, starts, period
     seen: set[str] = set()
     for period in range(1, min(len(calls) // fewest, LONGEST) + 1):
-        for start in _runs(values, period, (fewest - 1) * period):
-            part = values[start : start + period]
+        for run in re.finditer(rf"(.{{{period}}})\1{{{fewest - 1},}}", values, re.DOTALL):
+            part = run[1]
             if part in seen or part in (part + part)[1:-1]:  # it repeats a shorter one
                 continue
             seen.add(part)
@@ -176,31 +176,6 @@ def _find_repeats(calls: Sequence[_Call]) -> tuple[list[int], int]:
     return next(
         ((starts, period) for nbytes, starts, period in found if 2 * nbytes > most), ([], 0)
     )
-
-
-def _runs(values: str, period: int, shortest: int) -> Iterator[int]:
-    """Yield where `values` begin to equal themselves a period later, `shortest` times in a row."""
-    over = 0  # the end of the run before
-    for place in range(0, len(values) - period, shortest):  # every run has one of these places
-        if place < over or values[place] != values[place + period]:
-            continue
-        begin, over = place, _end_of_run(values, period, place)
-        while begin and values[begin - 1] == values[begin - 1 + period]:
-            begin -= 1
-        if over - begin >= shortest:
-            yield begin
-
-
-def _end_of_run(values: str, period: int, place: int) -> int:
-    """Return up to where `values` from `place` equal themselves a period later."""
-    last = len(values) - period
-    while place + period <= last and (
-        values[place : place + period] == values[place + period : place + 2 * period]
-    ):
-        place += period
-    while place < last and values[place] == values[place + period]:
-        place += 1
-    return place
 
 
 def _is_whole(calls: Sequence[_Call], starts: Sequence[int], period: int, with_ddp: bool) -> bool:
