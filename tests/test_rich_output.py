@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 
 import pytest
@@ -266,15 +265,6 @@ def test_logging_is_configured_in_the_ranks_as_in_the_notebook(notebook):
     assert notebook.run(run).stdout == "".join(f"[rank {rank}] quiet\n" for rank in range(2))
 
 
-def test_a_handler_without_a_stream_is_ignored(monkeypatch):
-    class Own(logging.StreamHandler):
-        def __init__(self):
-            logging.Handler.__init__(self)
-
-    monkeypatch.setattr(logging.root, "handlers", [Own()])
-    assert kit.run(lambda rank, world_size: rank, world_size=1)[0] == 0
-
-
 # --- tqdm ----------------------------------------------------------------------------------
 
 BARS = """
@@ -353,21 +343,6 @@ def test_a_bar_in_a_file_is_written_and_one_that_is_left_does_not_hide_an_error(
     with pytest.raises(kit.RankError, match="in a loop"):
         kit.run(worker, str(path), world_size=1)
     assert "2/2" in path.read_text()
-
-
-@pytest.mark.usefixtures("live")
-def test_a_bar_may_have_strange_numbers():
-    def worker(rank, world_size):
-        from tqdm import tqdm
-
-        for number in (float("nan"), float("inf"), -5, 2**80):
-            with tqdm(total=number, mininterval=0) as outer, tqdm(mininterval=0) as inner:
-                outer.refresh()
-                inner.n = number
-                inner.refresh()
-        return "fine"
-
-    assert kit.run(worker, world_size=1)[0] == "fine"
 
 
 def test_a_script_without_a_terminal_prints_a_bar_of_tqdm():
