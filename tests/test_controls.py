@@ -381,9 +381,3 @@ def test_an_impossible_setting_is_refused_in_one_sentence(explore, message):
         explore()
     assert str(caught.value).startswith(message)
     assert "\n" not in str(caught.value)
-
-
-def test_a_value_that_the_menu_lacks_can_be_chosen():
-    view = partitioned_sgd.explore(world_size=2, lr=0.02)
-    assert repr(view).startswith("The first steps of 2 ranks with learning rate 0.02\n")
-    assert view.choices(view.settings)["lr"] == [0.003, 0.01, 0.02, 0.03, 0.1, 0.3]
