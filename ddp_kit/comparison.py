@@ -144,26 +144,6 @@ class Cause(NamedTuple):
     text: str
 
 
-def find_cause(
-    mine: Tensors, want: torch.Tensor, rank: int, slack: float, replicated: bool
-) -> Cause | None:
-    """Return why a rank's value is not what it should be; None if that is no usual mistake.
-
-    mine: the value of each rank. slack: what rounding explains, relative to the largest number of a
-    tensor. replicated: all ranks should hold `want`.
-    """
-    have = mine[rank]
-    if have.shape != want.shape or not want.any():
-        return None
-    if not all(value.isfinite().all() for value in (*mine, want)):
-        return None
-    cause = _own_parts(mine, want, slack) if replicated else None
-    if not cause and not have.any():
-        return Cause("zeros", "It is all zeros: nothing was written into it.")
-    cause = cause or _multiple(have, want, slack, len(mine))
-    return cause or (_drift(mine, want, slack * _largest(want)) if replicated else None)
-
-
 def _largest(tensor: torch.Tensor) -> float:
     return tensor.abs().max().item() if tensor.numel() else 0.0
 
@@ -173,7 +153,10 @@ def _close(one: torch.Tensor, other: torch.Tensor, bound: float) -> bool:
 
 
 def _own_parts(mine: Tensors, want: torch.Tensor, slack: float) -> Cause | None:
-    """Recognize ranks that still hold what they had before the reduction."""
+    """Recognize ranks that still hold what they had before the reduction.
+
+    slack: what rounding explains, relative to the largest number of a tensor.
+    """
     if any(value.shape != want.shape for value in mine):
         return None
     total = torch.stack(list(mine)).sum(0)
@@ -372,10 +355,8 @@ def _measure_numbers(
     if inexact(dtype) and not rule.given and found.ratio <= PERHAPS:
         terms = math.ceil(rule.count_terms(dtype) * found.ratio**2)
         hint = f"Rounding explains it if {terms:,} numbers were added: pass terms={terms} if so."
-    fact = f"differs by {most}{size}{times} ({values}).\n"
-    return replace(
-        found, fact=f"{fact}The tolerance is {rule.explain(tolerance, dtype)}", hint=hint
-    )
+    why = f"The tolerance is {rule.explain(tolerance, dtype)}"
+    return replace(found, fact=f"differs by {most}{size}{times} ({values}).\n{why}", hint=hint)
 
 
 def _differences(mine: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
@@ -501,21 +482,28 @@ def compare(
 def _explain(
     finding: Finding, found: Sequence[Leaves], wanted: Sequence[Leaves], rule: Rule
 ) -> Cause | None:
-    """Return why a value differs, if that is a usual mistake.
+    """Return why a value differs; None if that is no usual mistake.
 
     found, wanted: what the ranks hold and should hold.
     """
     path, rank = finding.path, finding.rank or 0
-    want = read(wanted[rank].get(path), path)
-    mine = [read(one.get(path), path) for one in found]
-    if want is None or any(numbers is None for numbers in mine):
+    numbers = [read(one.get(path), path) for one in (*found, wanted[rank])]
+    if any(each is None for each in numbers):
         return None
-    dtypes = (numbers.values.dtype for numbers in (*mine, want))
+    slack = rule.slack(coarser(numbers[rank].dtype, numbers[-1].dtype))
+    dtypes = (each.values.dtype for each in numbers)
     wide = functools.reduce(torch.promote_types, dtypes, torch.float64)
-    values = [numbers.values.to(wide) for numbers in mine]
-    slack = rule.slack(coarser(mine[rank].dtype, want.dtype))
-    replicated = all(one is wanted[0] for one in wanted)
-    return find_cause(values, want.values.to(wide), rank, slack, replicated)
+    *mine, want = (each.values.to(wide) for each in numbers)
+    if mine[rank].shape != want.shape or not want.any():
+        return None
+    if not all(value.isfinite().all() for value in (*mine, want)):
+        return None
+    replicated = all(one is wanted[0] for one in wanted)  # all ranks should hold `want`
+    cause = _own_parts(mine, want, slack) if replicated else None
+    if not cause and not mine[rank].any():
+        return Cause("zeros", "It is all zeros: nothing was written into it.")
+    cause = cause or _multiple(mine[rank], want, slack, len(mine))
+    return cause or (_drift(mine, want, slack * _largest(want)) if replicated else None)
 
 
 def _subject(finding: Finding) -> str:

@@ -391,13 +391,10 @@ def test_commands_may_stand_in_the_line(notebook):
     assert not {"step", "break", "until"} & set(helped.split())
 
 
-def test_without_a_reader_everything_is_shown_once(notebook):
+def test_without_a_reader_a_line_says_where_commands_may_stand(notebook):
     cell = notebook.send("%ranks debug 1", allow_stdin=False).finish()
     assert cell.error is None
-    assert cell.stdout.count("total = tensor([1., 2.])\n") == 1
-    assert cell.stdout.count("weights = tensor([1., 2.])\n") == 1
-    assert cell.stdout.count("-> share(weights, [])\n") == 1
-    assert cell.stdout.endswith("They may follow the rank: %ranks debug 1 where ;; p ...\n")
+    assert cell.stdout.endswith("They may follow the rank: %ranks debug 1 where ;; locals\n")
 
 
 def test_an_interrupt_ends_the_debugger(notebook):

@@ -72,17 +72,6 @@ def test_a_call_that_waits_itself_is_never_in_flight():
     assert trace.events[0].waited > trace.events[0].start
 
 
-def test_lanes_contain_their_events_in_a_trace_without_spans():
-    trace = replace(traces.pipeline(3), spans=())
-    state = pack(trace, {})
-    rows, at = columns(state), 0
-    for lane in state["lanes"]:
-        own = slice(at, at + lane["events"])
-        assert lane["begin"] == rows["start"][own].min()
-        assert lane["end"] == pytest.approx((rows["start"] + rows["end"])[own].max())
-        at += lane["events"]
-
-
 def test_an_end_that_never_was_differs_from_one_that_is_not_known():
     state = pack(traces.broken(3), {})
     rows = columns(state)

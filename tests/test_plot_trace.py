@@ -159,13 +159,6 @@ def test_pictures_of_sixteen_ranks_fit_a_notebook():
         assert len(picture._repr_png_()) < 90_000
 
 
-def test_results_and_errors_are_drawn_by_their_trace():
-    trace = traces.pipeline(2)
-    carrier = SimpleNamespace(trace=trace)
-    for draw in (timeline, messages):
-        assert repr(draw(carrier)) == repr(draw(trace))
-
-
 # ---- timeline
 
 
@@ -350,11 +343,6 @@ def test_only_in_time_is_a_rank_in_no_call(timed):
     assert all((height > 0.1) == timed for height in lanes)  # else a hairline
 
 
-def test_timed_picture_of_silent_ranks_is_their_spans():
-    picture = timeline(Trace(2, (), spans=((0, MS), (0, 2 * MS))), timed=True)
-    assert repr(picture).startswith("No message on 2 ranks, in time (ms)\n")
-
-
 def test_table_of_a_training_run_lists_the_calls_of_one_step():
     assert repr(timeline(training(2, steps=20, buckets=3))) == (
         "60 collectives on 2 ranks in 20 training steps, step by step\n"
@@ -397,18 +385,6 @@ def test_step_is_not_the_first_if_others_have_the_same_calls():
 def test_short_training_and_a_loop_of_one_collective_are_drawn_whole():
     for trace in (training(2, steps=4, buckets=3), thirty()):
         assert "training step" not in repr(timeline(trace))
-
-
-def test_rows_that_are_equal_are_joined_if_they_are_very_many():
-    script = traces.Script(2)
-    for _ in range(60):
-        script.collective("all_reduce")
-    script.collective("barrier")
-    assert repr(timeline(script.trace())).split("\n")[1:] == [
-        "step     rank 0      rank 1",
-        "1 to 60  all_reduce  all_reduce",
-        "61       barrier     barrier",
-    ]
 
 
 # ---- pauses
@@ -558,11 +534,6 @@ def test_receive_from_any_source_is_dashed():
     drawn = [p.get_linestyle() for p in picture.axes[0].patches if isinstance(p, FancyArrowPatch)]
     assert [style not in ("-", "solid") for style in drawn] == [True, True] + [False] * 4
     assert "Dashed: any one of these would do." in " ".join(texts(picture))
-
-
-def test_waits_without_peers_are_still_drawn():
-    bare = SimpleNamespace(rank=0, op=None, where=None)
-    assert repr(waits(deadlock(bare))).startswith("Who waits for whom\n")
 
 
 # ---- buckets

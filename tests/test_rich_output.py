@@ -310,21 +310,6 @@ def test_a_bar_in_a_file_is_written_and_one_that_is_left_does_not_hide_an_error(
     assert "2/2" in path.read_text()
 
 
-@pytest.mark.usefixtures("live")
-def test_a_bar_may_have_strange_numbers():
-    def worker(rank, world_size):
-        from tqdm import tqdm
-
-        for number in (float("nan"), float("inf"), -5, 2**80):
-            with tqdm(total=number, mininterval=0) as outer, tqdm(mininterval=0) as inner:
-                outer.refresh()
-                inner.n = number
-                inner.refresh()
-        return "fine"
-
-    assert kit.run(worker, world_size=1)[0] == "fine"
-
-
 def test_a_script_without_a_terminal_prints_a_bar_of_tqdm():
     def worker(rank, world_size):
         from tqdm import tqdm

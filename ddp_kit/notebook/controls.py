@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from ddp_kit.error_text import count
 from ddp_kit.errors import PoolError
-from ddp_kit.notebook.live import INVERTED
 from ddp_kit.pool import Result, check_world_size, interruptible, run, view
 from ddp_kit.pool.ipython import has_front_end
 
@@ -153,7 +152,7 @@ class Panel:
         }
         again, self._line = widgets.Button(description="Run again"), widgets.HTML()
         own_size = widgets.Layout(align_self="flex-start", max_width="100%")
-        self._image = widgets.Image(format="png", layout=own_size).add_class(INVERTED)
+        self._image = widgets.Image(format="png", layout=own_size)
         self._play = widgets.Play(min=0, max=0, interval=INTERVAL)
         self._step = widgets.IntSlider(description="step", min=0, max=0)
         widgets.jslink((self._play, "value"), (self._step, "value"))
@@ -187,12 +186,7 @@ class Panel:
         self._waiting = request = (*chosen, again)
         if threading.current_thread() is not threading.main_thread():
             self._say("queued until the current cell or run has ended")
-        self._loop.call_soon_threadsafe(self._loop.call_later, PAUSE, self._take, request)
-
-    def _take(self, request: tuple[Settings, int, bool]) -> None:
-        if request is self._waiting:  # else a newer one has taken its place
-            self._waiting = None
-            self._carry_out(*request)
+        self._loop.call_soon_threadsafe(self._loop.call_later, PAUSE, self._carry_out, request)
 
     def _fit(self, settings: Settings) -> None:
         idle = self._explorer.idle(settings)
@@ -201,8 +195,11 @@ class Panel:
                 self._settings[name].max = options[-1]
             self._settings[name].layout.display = "none" if name in idle else None
 
-    def _carry_out(self, settings: Settings, step: int, again: bool) -> None:
+    def _carry_out(self, request: tuple[Settings, int, bool]) -> None:
         """Run if necessary, and draw. On the main thread, while no cell runs."""
+        if request is not self._waiting:  # a newer one has taken its place
+            return
+        self._waiting, (settings, step, again) = None, request
         try:
             with view.unseen(), interruptible():
                 if again or settings != self._explorer.settings:

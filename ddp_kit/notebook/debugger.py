@@ -82,7 +82,7 @@ class RankDebugger(_Pdb):
         self._cell_names = ipython.cell_names()
 
     def start(self) -> None:
-        """Run commands until one of them quits; show everything if nobody can be asked for any."""
+        """Run commands until one of them quits."""
         if self._captured.from_gpu:
             self.message("tensors from a GPU are copies on the CPU")
         self.reset()
@@ -91,7 +91,10 @@ class RankDebugger(_Pdb):
         except KeyboardInterrupt:  # ■ ends it, as it ends a cell
             self.message("")
         except StdinNotImplementedError:
-            self._show_all()
+            self.message(
+                "This front end cannot ask for commands. They may follow the rank: "
+                f"%ranks debug {self._rank} where ;; locals"
+            )
 
     def _traceback(self) -> TracebackType:
         step: TracebackType | None = None
@@ -101,16 +104,6 @@ class RankDebugger(_Pdb):
             step = TracebackType(step, frame, frame.f_lasti, frame.f_lineno)
         assert step is not None, "a rank sends no capture without frames"
         return step
-
-    def _show_all(self) -> None:
-        self.do_locals("")
-        while self.curindex > 0:
-            self.do_up("")
-            self.do_locals("")
-        self.message(
-            "This front end cannot ask for commands. They may follow the rank: "
-            f"%ranks debug {self._rank} where ;; p ..."
-        )
 
     def _cmdloop(self) -> None:
         self.cmdqueue += self._commands  # behind what Python 3.13 has put there: show the frame

@@ -20,7 +20,6 @@ from IPython.display import display
 from ddp_kit import errors, settings
 from ddp_kit.error_text import name_ranks
 from ddp_kit.pool import end_all, view
-from ddp_kit.pool.ipython import has_front_end
 from ddp_kit.pool.pool import start_after_cell
 from ddp_kit.pool.result import beside_rank
 from ddp_kit.pool.view import RankLine, format_progress, heading, in_short
@@ -143,36 +142,5 @@ def take_over() -> None:
     if hasattr(get_ipython(), "kernel"):  # IPython in a terminal has a terminal's live view
         most = settings.OUTPUT_LINES_SHOWN, settings.OUTPUT_CHARACTERS_SHOWN
         view.use(view.View(NotebookView, show_displayed, _draw_waits, *most))
-        formatter = get_ipython().display_formatter.mimebundle_formatter
-        formatter.for_type_by_name("ddp_kit.plot.picture", "Picture", mark_for_dark_theme)
         get_ipython().observe(lambda change: end_all(change["new"]), "exit_now")
         start_after_cell()
-
-
-# --- a dark theme ----------------------------------------------------------------------------
-
-# Pictures look dark where JupyterLab has a dark theme. In the notebook's file they stay white.
-
-INVERTED = "jp-needs-light-background"  # JupyterLab's class of an image with the metadata below
-# White becomes as dark as JupyterLab, and turning the hues back keeps a rank's colour.
-CSS = f'[data-jp-theme-light="false"] img.{INVERTED} {{ filter: invert(0.93) hue-rotate(180deg) }}'
-
-
-def mark_for_dark_theme(picture: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what a picture's output has besides its data: metadata, in JupyterLab."""
-    if not has_front_end():
-        return {}, {}
-    _add_style()
-    return {}, {"needs_background": "light"}
-
-
-@functools.cache
-def _add_style() -> Any:
-    """Add the style to the page, by a widget that is never shown and so is in no output."""
-    import anywidget  # slow to load
-
-    class Style(anywidget.AnyWidget):
-        _esm = "export default {}"
-        _css = CSS
-
-    return Style()

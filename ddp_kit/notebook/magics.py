@@ -9,7 +9,6 @@ import tokenize
 import traceback
 import types
 import warnings
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -27,8 +26,6 @@ from ddp_kit.pool import Result, arguments, launcher_of
 from ddp_kit.pool.wire import pickling
 from ddp_kit.progress_file import RANKS_CELL, recording
 
-_RANKS_CELL = re.compile(r"\s*(%%(?!ranks).*\n)*%%ranks\b")  # below %%time, or other cell magics
-
 _MAGIC = re.compile(r"\s*(%%?|!!?)(?P<name>\w\S*)|\s*[\w.]+\?+\s*$")
 
 _NOT_DEFINED = re.compile(r"name '(\w+)' is not defined")
@@ -43,11 +40,9 @@ class RanksMagics(Magics):
 
     def __init__(self, shell: InteractiveShell) -> None:
         super().__init__(shell)
-        self._pulled: dict[str, list] = {}  # what the notebook's names were set to
         self._forget()
 
     def _forget(self) -> None:
-        self.known: dict[str, list[str]] = {}  # the names of rank 0, with the names inside each
         self._world_size, self._backend = settings.WORLD_SIZE, "auto"
         self._had: dict[str, frozenset[int]] = {}  # ranks on which a cell has run, by launcher
 
@@ -81,7 +76,7 @@ class RanksMagics(Magics):
         cell = rank_session.Cell(source, file, only, quiet, self._with_names(backend))
         with recording(RANKS_CELL):
             try:
-                result = self._run(cell, size, backend, arguments.timeout)
+                result = self._run(cell, size, backend, only, arguments.timeout)
             except RunError as error:
                 self.shell.user_ns[RESULT] = error
                 if isinstance(error, DeadlockError) and _left_out(error, only):
@@ -89,12 +84,8 @@ class RanksMagics(Magics):
                 if isinstance(error, RankError):
                     error.hint = self._hint_for_name(error) or error.hint
                 raise
-        outputs = [output or rank_session.CellOutput(None, {}) for output in result]
-        values = (output.value for output in outputs)
-        values = tuple(v.open() if isinstance(v, rank_session.SealedValue) else v for v in values)
-        self.shell.user_ns[RESULT] = replace(result, values=values)
-        if only is None or 0 in only:
-            self.known = outputs[0].names
+        values = (v.open() if isinstance(v, rank_session.SealedValue) else v for v in result)
+        self.shell.user_ns[RESULT] = replace(result, values=tuple(values))
 
     def _hint_for_name(self, error: RankError) -> str:
         """Return how to pass a name that a rank lacks and the notebook has; "" for other errors."""
@@ -102,11 +93,9 @@ class RanksMagics(Magics):
             missing = failure.type == "NameError" and _NOT_DEFINED.match(failure.message)
             names = self.shell.user_ns.keys() - self.shell.user_ns_hidden.keys()
             if missing and (name := missing[1]) in names:
-                value, do = self.shell.user_ns[name], f"copy it with %ranks push {name}"
-                if isinstance(value, types.ModuleType):
-                    do = "import it in a %%ranks cell"
-                elif value is self._pulled.get(name):  # a list, which each rank would get whole
-                    do = "run again the %%ranks cell that defines it"
+                is_module = isinstance(self.shell.user_ns[name], types.ModuleType)
+                do = "import it in a %%ranks cell" if is_module else ""
+                do = do or f"copy it with %ranks push {name}"
                 return f"{name} is defined in the notebook, but not on the ranks: {do}."
         return ""
 
@@ -121,9 +110,6 @@ class RanksMagics(Magics):
             %ranks debug [RANK]     look at the variables of a rank that raised in the last failed
                                     run, with the commands of pdb
 
-        After the names, `--only 0,2` selects these ranks; with `--only 0`, pull sets NAME to the
-        value itself instead of a list.
-
         `%ranks debug` asks for commands, such as `p loss`; `help` lists them. They may also follow
         it: `%ranks debug 1 where ;; p loss`. They see values as they were when the rank raised, up
         to 1 MB a function, and a summary of those that are larger or not plain data. This works for
@@ -133,21 +119,16 @@ class RanksMagics(Magics):
         if what == "debug":
             debugger.debug(line.strip().removeprefix("debug"))
             return
-        only = None
-        if "--only" in names:
-            at = names.index("--only")
-            only = _parse_only(" ".join(names[at + 1 :]), self._world_size)
-            names = names[:at]
         if what in ("pull", "push"):
             if not names or not all(map(str.isidentifier, names)):
                 raise PoolError(f"%ranks {what} needs names, as in: %ranks {what} loss")
-            (self._pull if what == "pull" else self._push)(tuple(names), only)
-        elif what in ("names", "reset") and not names and only is None:
+            (self._pull if what == "pull" else self._push)(tuple(names))
+        elif what in ("names", "reset") and not names:
             (self._print_names if what == "names" else self._reset)()
         else:
             raise PoolError(
                 f"%ranks does not know {line.strip()!r}; use pull NAME, push NAME, reset or "
-                "debug RANK, and --only after the names"
+                "debug RANK"
             )
 
     def _parse(self, line: str) -> Any:
@@ -170,13 +151,20 @@ class RanksMagics(Magics):
         number = named.get(own, list(named.values())[-1])
         return source, compiler.cache(source, number, source)
 
-    def _run(self, worker: Any, size: int, backend: str, timeout: float | None = None) -> Result:
+    def _run(
+        self,
+        worker: Any,
+        size: int,
+        backend: str,
+        only: tuple[int, ...] | None = None,
+        timeout: float | None = None,
+    ) -> Result:
         try:
             return pool.run(worker, world_size=size, backend=backend, timeout=timeout)
         finally:
             if not isinstance(sys.exc_info()[1], (PoolError, BackendError)):  # it was refused
                 self._world_size, self._backend = size, backend
-                on = range(size) if worker.only is None else worker.only
+                on = range(size) if only is None else only
                 self._had[launcher_of(backend)] = self._with_names(backend).union(on)
                 pool.keep_names(launcher_of(backend))
 
@@ -184,25 +172,19 @@ class RanksMagics(Magics):
         """Return the ranks of this backend's launcher on which a cell or a push has run."""
         return self._had.get(launcher_of(backend), frozenset())
 
-    def _pull(self, names: tuple[str, ...], only: tuple[int, ...] | None) -> None:
-        ranks = range(self._world_size) if only is None else only
-        found = self._ask(rank_session.Pull(names, only))
+    def _pull(self, names: tuple[str, ...]) -> None:
+        found = self._ask(rank_session.Pull(names))
         for name in names:
-            if missing := [rank for rank in ranks if name not in found[rank]]:
+            if missing := [rank for rank, held in enumerate(found) if name not in held]:
                 raise PoolError(f"there is no {name!r} on {name_ranks(missing)}; %ranks lists all")
         for name in names:
-            pulled = [found[rank][name] for rank in ranks]
-            self.shell.user_ns[name] = pulled[0] if only and len(only) == 1 else pulled
-            self._pulled[name] = pulled
+            self.shell.user_ns[name] = [held[name] for held in found]
 
-    def _push(self, names: tuple[str, ...], only: tuple[int, ...] | None) -> None:
+    def _push(self, names: tuple[str, ...]) -> None:
         if missing := [name for name in names if name not in self.shell.user_ns]:
             raise PoolError(f"the notebook has no {missing[0]!r} to push")
         values = {name: self.shell.user_ns[name] for name in names}
-        for name, value in values.items():
-            if value is self._pulled.get(name):
-                print(f"{name} is the list that %ranks pull has made: each rank gets all of it")
-        push = rank_session.Push(values, only, self._with_names(self._backend))
+        push = rank_session.Push(values, had=self._with_names(self._backend))
         try:
             self._run(push, self._world_size, self._backend)
         except PoolError:
@@ -210,8 +192,6 @@ class RanksMagics(Magics):
                 if found := pickling.find_culprit(value, name):
                     raise arguments.refusal(*found) from None
             raise
-        if only is None or 0 in only:
-            self.known |= {name: [] for name in names}
 
     def _print_names(self) -> None:
         held = self._ask(rank_session.Names()) if self._had else []
@@ -264,8 +244,6 @@ def _check(source: str, file: str) -> bool:
             compile(source, file, "exec", dont_inherit=True)
     except SyntaxError as error:
         _refuse(error, source)
-    except ValueError as error:  # a null character
-        raise PoolError(f"the cell cannot be compiled: {error}") from None
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     code = [t.string for t in tokens if t.type != tokenize.COMMENT and t.string.strip()]
     return code[-1:] == [";"]
@@ -287,31 +265,8 @@ def _refuse(error: SyntaxError, source: str) -> NoReturn:
 
 
 def load(shell: InteractiveShell) -> None:
-    """Register the magics, and the completion of names that are defined in rank 0."""
+    """Register the magics."""
     RanksMagics.run_cell.parser.allow_abbrev = False  # "--onl" is a mistake, not "--only"
     # Loaded again, it still knows what is on the ranks.
     magics = shell.magics_manager.registry.get("RanksMagics") or RanksMagics(shell)
     shell.register_magics(magics)
-
-    with suppress(ImportError):  # IPython 7, as in Colab, has no matchers
-        _complete_names(shell, magics)
-
-
-def _complete_names(shell: InteractiveShell, magics: RanksMagics) -> None:
-    """Have Tab know the names of rank 0, in a cell that runs on ranks."""
-    from IPython.core.completer import SimpleCompletion, completion_matcher
-
-    @completion_matcher(identifier="ddp_kit.ranks", api_version=2)
-    def complete(context: Any) -> dict[str, Any]:
-        found: list[str] = []
-        above, dot, begun = context.token.rpartition(".")
-        if _RANKS_CELL.match(context.full_text):
-            inside = magics.known.get(above, []) if dot else magics.known.keys() - shell.user_ns
-            found = [above + dot + name for name in sorted(inside) if name.startswith(begun)]
-        completions = [SimpleCompletion(name, type="instance") for name in found]
-        # What the notebook knows of the same name is about another value.
-        return {"completions": completions, "suppress": bool(dot and found)}
-
-    matchers = shell.Completer.custom_matchers
-    matchers[:] = [m for m in matchers if getattr(m, "matcher_identifier", "") != "ddp_kit.ranks"]
-    matchers.append(complete)

@@ -23,8 +23,6 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_kit.pool.rank.displayed import display, show_figures
 from ddp_kit.pool.wire import pickling
 
-_ATTRIBUTES = 2000  # names inside one value that are sent for completion
-
 
 @dataclass
 class Session:
@@ -54,14 +52,6 @@ class SealedValue:
 
 
 @dataclass(frozen=True)
-class CellOutput:
-    """To the notebook: the value of a cell's last expression, and the names of cells."""
-
-    value: Any  # a SealedValue, or plain data
-    names: dict[str, list[str]]  # of rank 0: each name with the names inside its value
-
-
-@dataclass(frozen=True)
 class Cell:
     """A worker that runs a cell's body with the names of earlier cells.
 
@@ -78,7 +68,7 @@ class Cell:
     quiet: bool = False
     had: frozenset[int] = frozenset()
 
-    def __call__(self, rank: int, world_size: int) -> CellOutput | None:
+    def __call__(self, rank: int, world_size: int) -> Any:
         if self.only is not None and rank not in self.only:
             return None
         session = _open(rank, world_size, self.had)
@@ -87,8 +77,7 @@ class Cell:
             if value is not None and not self.quiet:
                 display(value)
             show_figures(besides=value)
-        names = _names(vars(session.main)) if rank == 0 else {}
-        return CellOutput(_seal(value), names)
+        return _seal(value)
 
     def _run(self, names: dict[str, Any]) -> Any:
         tree = ast.parse(self.source, self.file)
@@ -105,17 +94,15 @@ class Push:
     """A worker that assigns values from the notebook to names."""
 
     values: dict[str, Any]
-    only: tuple[int, ...] | None = None
     had: frozenset[int] = frozenset()
     keeps_groups: ClassVar[bool] = True
 
     def __call__(self, rank: int, world_size: int) -> None:
         """Assign this rank's copies of the values, and the classes that came with them."""
-        if self.only is None or rank in self.only:
-            came = vars(sys.modules["__main__"]).items()
-            classes = {name: value for name, value in came if isinstance(value, type)}
-            names = vars(_open(rank, world_size, self.had).main)
-            names.update(classes | names | self.values)
+        came = vars(sys.modules["__main__"]).items()
+        classes = {name: value for name, value in came if isinstance(value, type)}
+        names = vars(_open(rank, world_size, self.had).main)
+        names.update(classes | names | self.values)
 
 
 @dataclass(frozen=True)
@@ -123,13 +110,10 @@ class Pull:
     """A worker that returns the values of those names that exist."""
 
     names: tuple[str, ...]
-    only: tuple[int, ...] | None = None
     keeps_groups: ClassVar[bool] = True
 
     def __call__(self, rank: int, world_size: int) -> dict[str, Any]:
         """Return the values of this rank. Raise TypeError for one that cannot be sent."""
-        if self.only is not None and rank not in self.only:
-            return {}
         held = vars(_session.main) if _session else {}
         found = {name: held[name] for name in self.names if name in held}
         for name, value in found.items():
@@ -221,24 +205,4 @@ def _seal(value: Any) -> Any:
     pickled = None
     with suppress(Exception):  # it cannot be pickled
         pickled = pickling.pickle_whole(value)
-    try:
-        return SealedValue(pickled, repr(value))
-    except Exception:  # the learner's own __repr__
-        text = f"(a value of type {type(value).__name__}, whose repr failed)"
-        return SealedValue(pickled, text)
-
-
-def _names(held: dict[str, Any]) -> dict[str, list[str]]:
-    """Return every name with the names inside its value; the notebook knows a module's."""
-    return {
-        name: [] if isinstance(value, types.ModuleType) else _inside(value)
-        for name, value in held.items()
-        if not name.startswith("__")
-    }
-
-
-def _inside(value: Any) -> list[str]:
-    try:
-        return [name for name in dir(value) if not name.startswith("_")][:_ATTRIBUTES]
-    except Exception:  # the learner's own __dir__
-        return []
+    return SealedValue(pickled, repr(value))

@@ -90,7 +90,7 @@ def pack(trace: Trace, cell_names: dict[str, str]) -> dict[str, Any]:
     events = sorted(trace, key=lambda event: (event.rank, event.index))
     row = {(event.rank, event.index): number for number, event in enumerate(events)}
     lanes = _lanes(trace, events)
-    zero = min((lane["begin"] for lane in lanes), default=0)
+    zero = min(lane["begin"] for lane in lanes)
     for lane in lanes:
         lane["begin"], lane["end"] = lane["begin"] - zero, lane["end"] - zero
     partners = np.full(len(events), UNKNOWN, "<i4")
@@ -126,21 +126,14 @@ def _begin(event: Event) -> int | None:
 
 def _lanes(trace: Trace, events: list[Event]) -> list[dict[str, Any]]:
     """Return the lane of each rank; its times are those of the trace's clock."""
-    moments: list[list[int]] = [[] for _ in range(trace.world_size)]
-    counts = [0] * trace.world_size
-    for rank, span in enumerate(trace.spans):
-        moments[rank] += span
-    for event in events:
-        counts[event.rank] += 1
-        times = (event.start, event.waited, event.end)
-        moments[event.rank] += [moment for moment in times if moment is not None]
-    first = min((min(own) for own in moments if own), default=0)
     lanes = []
-    for rank, own in enumerate(moments):
+    for rank, span in enumerate(trace.spans):
+        own = [event for event in events if event.rank == rank]
+        times = (moment for event in own for moment in (event.start, event.waited, event.end))
+        moments = [*span, *(moment for moment in times if moment is not None)]
         color = rank_color(rank)
         clock = trace.clock_error[rank] if trace.clock_error else 0
-        lane = {"begin": min(own, default=first), "end": max(own, default=first)}
-        lane |= {"events": counts[rank], "clock": clock}
+        lane = {"begin": min(moments), "end": max(moments), "events": len(own), "clock": clock}
         lanes.append(lane | {"color": color, "ink": text_color(color)})
     return lanes
 

@@ -97,8 +97,6 @@ def _read(held: Held) -> tuple[Kinds, int]:
         if not isinstance(devices, Sequence) or not all(isinstance(d, Mapping) for d in devices):
             raise PlotError(f"held must map {content}, got {short(devices)}")
     counts = {len(devices) for devices in held.values()}
-    if counts == {0}:
-        raise PlotError("held is empty: there is no device to draw")
     if len(counts) > 1:
         raise PlotError(f"every step must have the same devices, got {sorted(counts)} of them")
     most: dict[str, int] = {}
@@ -111,10 +109,8 @@ def _read(held: Held) -> tuple[Kinds, int]:
                         "must be an int of at least 0"
                     )
                 most[kind] = max(nbytes, most.get(kind, 0))
-    if not most:
-        raise PlotError("held has no kind of memory: there is nothing to draw")
-    if len(most) > 2 * len(FILLS):
-        raise PlotError(f"at most {2 * len(FILLS)} kinds can be drawn, got {len(most)}")
+    if not 0 < len(most) <= 2 * len(FILLS):
+        raise PlotError(f"from 1 to {2 * len(FILLS)} kinds can be drawn, got {len(most)}")
     looks = _looks(most)
     return {kind: looks[kind] for kind in most if most[kind]}, counts.pop()
 

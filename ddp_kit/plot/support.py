@@ -21,9 +21,6 @@ LOOKS = {
     "wrong": ("#882255", "≠", "a wrong answer"),
     "died": ("#333333", "†", "a rank died"),
     "hung": ("#401010", "∞", "hung"),
-    "documented": ("#eef4f3", "✓", "documented, not run"),
-    "excluded": ("#f6f6f6", "✗", "documented as missing, not run"),
-    "not run": ("#fdfdfd", "?", "not run"),
 }
 EDGE = "#a6a6a6"
 BOX, ROW, GAP, TOP, HEAD, FOOT = 0.28, 0.215, 0.4, 0.42, 1.08, 0.3  # inches
@@ -35,9 +32,8 @@ def support(places: Mapping[str, Cells | str], title: str | None = None) -> Pict
 
     places maps a name, such as "gloo on the CPU", to a dict (operation, dtype) -> outcome, or to
     a sentence that says why it is unavailable, which is written below. An outcome begins with
-    "works", "no answer" (refused, and rightly so), "refused", "wrong", "died", "hung" or, if it was
-    not tried, "documented", "excluded" (documented as missing) or "not run"; what follows a colon
-    is not drawn.
+    "works", "no answer" (refused, and rightly so), "refused", "wrong", "died" or "hung"; what
+    follows a colon is not drawn.
 
     Raises PlotError if there is no place, or an outcome begins otherwise.
     """

@@ -127,21 +127,8 @@ def _columns(value: Any, where: str) -> list[Column]:
 def _rows(tensor: Any, where: str) -> list[list[Any]]:
     if tensor is None:
         return [[NOTHING]]
-    rows = tensor.tolist() if hasattr(tensor, "tolist") else tensor
-    if not isinstance(rows, (list, tuple)):
-        rows = [rows]
-    if not rows or not isinstance(rows[0], (list, tuple)):
-        rows = [rows]
-    if not rows[0]:
-        return [[EMPTY]]
-    for row in rows:
-        for entry in row:
-            if isinstance(entry, (list, tuple)):
-                shape = tuple(getattr(tensor, "shape", ())) or repr(tensor)
-                raise PlotError(f"{where} has more than two dimensions: {shape}")
-            if not isinstance(entry, Number):
-                raise PlotError(f"{where} is neither a tensor nor None: {tensor!r}")
-    return rows
+    rows = _matrix(tensor, where)
+    return rows.tolist() if rows.size else [[EMPTY]]
 
 
 def _origins(first: Iterable[Iterable[Any]]) -> Origin:

@@ -49,7 +49,6 @@ APART, GAP = 0.23, 0.08  # inches from one name to the next: between slanted one
 HALF = 0.27  # of a lane: how far a bar reaches from the middle
 MARKER = 4.5  # points: where a rank takes part in a collective
 INSET, FIRST, LEVEL = 0.04, 0.07, 0.155  # inches: of the ends of flights, below bars, between two
-MOST_NAMED = 12  # messages without another end; if there are more, they have dashes alone
 BINS = 60  # parts of the picture, of each of which a rank spends a share in calls
 
 Place = tuple[float, float]  # on the axes of the lanes
@@ -90,9 +89,8 @@ class Panel:
         self.lane = max(0.36, min(most, 6.8 * most / n))  # inches
         self.below = 0.12 if self.flights else 0.0  # inches for the lowest flight
         self.tall = n * self.lane + self.below
-        self.slant, self.names = place_names(lanes.links, self.scale, begin)
-        if self.many and (self.slant or not all(name.text for name in self.names)):
-            self.names = []
+        links = [] if self.many else lanes.links
+        self.slant, self.names = place_names(links, self.scale, begin)
         self.shared = any(name.end > name.begin for name in self.names)
         longest = max((len(name.text) for name in self.names), default=0)
         rises = CHARACTER * longest * math.sin(math.radians(self.slant))
@@ -134,13 +132,12 @@ class Panel:
                 drawn.set(linestyle=DASHES, edgecolor=LOST, linewidth=1.3)
         for link in lanes.links:
             self._draw_link(link)
-        named = {(bar.rank, bar.never) for bar in lanes.bars if self._label(bar)}
+        for bar in lanes.bars:
+            self._label(bar)
         lines = self._draw_flights()
-        few = sum(bool(each.never) for each in lanes.arrows) <= MOST_NAMED
         for each in lanes.arrows:
             if each.never:
-                rank = each.src if each.never == "never received" else each.dst
-                self._draw_lost(each, lines, few and (rank, each.never) not in named)
+                self._draw_lost(each, lines)
             else:
                 side = math.copysign(HALF, each.dst - each.src)
                 begin, _ = lines.get(each.send, ((each.begin, each.src + side), None))
@@ -163,13 +160,12 @@ class Panel:
     def _width(self, text: str) -> float:
         return (CHARACTER * len(text) + 0.06) / self.scale
 
-    def _label(self, bar: Bar) -> bool:
-        """Write the operation in its bar, if there is room; return whether it says "never"."""
+    def _label(self, bar: Bar) -> None:
+        """Write the operation in its bar, if there is room."""
         if bar.kind == "collective" and not bar.waits:
-            return False  # its name is above the lanes
+            return  # its name is above the lanes
         names = (f"wait ({bar.op})", "wait") if bar.waits else (bar.op,)
-        never = [f"{names[0]}: {bar.never}"] if bar.never else []
-        for text, share in itertools.product((*never, *names), (0.5, 0.25, 0.75)):
+        for text, share in itertools.product(names, (0.5, 0.25, 0.75)):
             middle = bar.begin + share * (bar.end - bar.begin)
             begin, end = middle - self._width(text) / 2, middle + self._width(text) / 2
             if bar.begin <= begin and end <= bar.end and self._is_free(begin, end, bar.rank):
@@ -177,8 +173,7 @@ class Panel:
                 paper = {"boxstyle": "square,pad=0.12", "facecolor": fill, "edgecolor": "none"}
                 color = PAPER if bar.kind == "send" else INK
                 self._write(middle, bar.rank, text, color=color, ha="center", bbox=paper, zorder=3)
-                return text in never
-        return False
+                return
 
     def _draw_flights(self) -> Lines:
         """Draw thin lines below the bars, from a call to its end; those of one time in levels.
@@ -230,8 +225,8 @@ class Panel:
         for rank in range(min(ranks), max(ranks) + 1):  # no label there
             self._is_free(min(places) - 0.05 / self.scale, max(places) + 0.05 / self.scale, rank)
 
-    def _draw_lost(self, lost: Arrow, lines: Lines, named: bool) -> None:
-        """Draw the end of an arrow that has no other end and, if `named`, what never happened.
+    def _draw_lost(self, lost: Arrow, lines: Lines) -> None:
+        """Draw the end of an arrow without another end and, if there is room, what never happened.
 
         lines: where those of what is under way begin and end.
         """
@@ -251,7 +246,7 @@ class Panel:
         if end > high:
             end = min(near[0], far[0]) - 0.05 / self.scale
             begin = end - self._width(lost.never)
-        if named and self._is_free(begin, end, far[1]):
+        if self._is_free(begin, end, far[1]):
             self._write(begin, far[1], lost.never, color=LOST, zorder=5)
 
     def _write_names(self) -> None:
@@ -414,7 +409,7 @@ def timeline(
     panel = Panel(lanes, timed)
     if timed:
         text_table = time_table(title, lanes if training else whole)
-    elif panel.many:
+    elif panel.many or panel.length > settings.TIMELINE_STEPS + 1:
         text_table = rank_table(title, trace, whole)
     else:
         text_table = step_table(title, trace, whole, training.window if training else whole.limits)

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from operator import attrgetter
 
-from ddp_kit import settings
 from ddp_kit.error_text import name_ranks
 from ddp_kit.errors import PlotError
 from ddp_kit.plot.picture import table
@@ -162,8 +161,7 @@ def _places(trace: Trace, plan: Schedule) -> Iterator[tuple[dict[int, Event], li
 def by_time(trace: Trace) -> Lanes:
     """Return the times of a run, in milliseconds since the first rank began."""
     never = unmatched(trace)
-    times = [t for e in trace for t in (e.start, e.waited, e.end) if t is not None]
-    spans = trace.spans or [(min(times), max(times))] * trace.world_size  # of one made by hand
+    spans = trace.spans
     zero = min(begin for begin, _ in spans)
 
     def ms(moment: int) -> float:
@@ -437,8 +435,6 @@ def step_table(title: str, trace: Trace, lanes: Lanes, window: tuple[float, floa
         for step in range(first, round(window[1] - 0.5))
     ]
     header = ["step", *(f"rank {rank}" for rank in range(trace.world_size))]
-    if len(lines) > settings.TIMELINE_STEPS:
-        lines = _join_equal(lines)
     return table(title, header, lines, align="<")
 
 
@@ -458,19 +454,8 @@ def _cell(items: list[tuple[str, bool]], is_first: bool) -> str:
     return ", ".join(f"{text} {TIMES} {many}" if many > 1 else text for text, many in same)
 
 
-def _join_equal(lines: list[list[str]]) -> list[list[str]]:
-    """Return one row for rows that follow each other and differ only in their first column."""
-    joined = []
-    for _, group in itertools.groupby(lines, key=lambda line: line[1:]):
-        same = list(group)
-        name = same[0][0] if len(same) == 1 else f"{same[0][0]} to {same[-1][0]}"
-        joined.append([name, *same[0][1:]])
-    return joined
-
-
 def rank_table(title: str, trace: Trace, lanes: Lanes) -> str:
     counts = Counter((event.rank, event.kind) for event in trace)
-    never = Counter((rank, mark) for (rank, _), mark in unmatched(trace).items())
     waited: Counter[int] = Counter()
     for bar in lanes.bars:
         waited[bar.rank] += round(bar.end - bar.begin - 1)  # the last one carries it out
@@ -478,14 +463,12 @@ def rank_table(title: str, trace: Trace, lanes: Lanes) -> str:
     for message in trace.messages():
         sent[message.src] += message.nbytes
     header = ["", "sends", "bytes sent", "receives", "collectives", "steps waited"]
-    found = [m for m in ("never received", "never sent") if any(m == k for _, k in never)]
     rows = []
     for rank in range(trace.world_size):
         sends, recvs, collectives = (counts[rank, k] for k in ("send", "recv", "collective"))
         numbers = [sends, sent[rank], recvs, collectives, waited[rank]]
-        numbers += [never[rank, mark] for mark in found]
         rows.append([f"rank {rank}", *(f"{number:,}" for number in numbers)])
-    return table(title, [*header, *found], rows)
+    return table(title, header, rows)
 
 
 def time_table(title: str, lanes: Lanes) -> str:

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import base64
-import io
-
 import lab
-from PIL import Image
 from processes import assert_gone
 
 from ddp_kit.notebook.live import STALE
@@ -150,31 +146,3 @@ def restart(document: lab.Document) -> None:
     document.click("notebook:restart-kernel")
     document.page.click(".jp-Dialog button.jp-mod-accept")
     document.page.wait_for_selector(".jp-Dialog", state="detached")
-
-
-PICTURES = """\
-import ddp_kit as kit
-import matplotlib.pyplot as plt
-plt.plot([1, 3, 2])
-plt.show()
-kit.plot.step_times({"DDP": [0.01, 0.02]})
-"""
-FILTERS = """() => [...document.querySelectorAll('.jp-RenderedImage img')].map(
-    e => getComputedStyle(e).filter)"""
-
-
-def test_only_the_kits_pictures_are_dark_in_a_dark_theme_and_they_are_saved_on_white(open_notebook):
-    document = open_notebook(lab.notebook(PICTURES))
-    document.run()
-    document.wait_until_it_shows(pictures=2, outputs=2, tables=0)
-    assert document.page.evaluate(FILTERS) == ["none", "none"]
-    document.command("apputils:change-theme", theme="JupyterLab Dark")
-    try:
-        document.wait(f"() => ({FILTERS})()[1].includes('hue-rotate')")
-        assert document.page.evaluate(FILTERS)[0] == "none"
-    finally:
-        document.command("apputils:change-theme", theme="JupyterLab Light")
-    *_, saved = document.saved()["cells"][0]["outputs"]
-    assert set(saved["data"]) == {"image/png", "text/plain"}
-    png = Image.open(io.BytesIO(base64.b64decode(saved["data"]["image/png"])))
-    assert png.convert("RGB").getpixel((0, 0)) == (255, 255, 255)
