@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
 import signal
+import sys
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -238,6 +240,36 @@ class TracebackFormatter(TextFormatter):
         return [*lines, ""]
 
 
+class FrameCollector(TextFormatter):
+    """Formats nothing, but collects the lines of code that are shown."""
+
+    def __init__(self) -> None:
+        self.frames: list[Frame] = []
+
+    def _frame(self, frame: Frame) -> list[str]:
+        self.frames.append(frame)
+        return []
+
+
+class _NoticeFormatter(TextFormatter):
+    """Names a file as well, if it is neither a cell's nor the script that runs."""
+
+    def _frame(self, frame: Frame) -> list[str]:
+        if is_imported(frame.file):
+            name = os.path.basename(frame.file)
+            frame = replace(frame, function=f"{frame.function} in {name}")
+        return super()._frame(frame)
+
+
+def is_imported(file: str) -> bool:
+    """Return whether a file is that of a module, and not of a cell or of the running script."""
+    script = getattr(sys.modules.get("__main__"), "__file__", None)
+    try:
+        return os.path.isfile(file) and not (script and os.path.samefile(file, script))
+    except OSError:  # the script was removed, or its relative path is from another folder
+        return True
+
+
 def signal_name(exitcode: int | None) -> str | None:
     """Return the signal that ended a process; None if it exited, or that is not known.
 
@@ -286,7 +318,7 @@ def format_unawaited(waits: Iterable[Wait]) -> list[str]:
     listed = sorted(waits, key=lambda wait: (wait.rank, str(wait.where), wait.op))
     rows = [(wait, "", f"never waited for {wait.op}, {hint}") for wait in listed]
     more = len(rows) - _MOST_UNAWAITED
-    lines = TextFormatter().merge(rows[:_MOST_UNAWAITED])
+    lines = _NoticeFormatter().merge(rows[:_MOST_UNAWAITED])
     return [*lines, f"... and {more:,} more such calls"] if more > 0 else lines
 
 
@@ -296,7 +328,7 @@ def format_notes(notes: Iterable[tuple[int, str, Frame | None]]) -> list[str]:
         (Wait(rank, None, line), "", f"found that {said}")
         for rank, said, line in dict.fromkeys(notes)  # one line may make several such models
     )
-    return TextFormatter().merge(rows)
+    return _NoticeFormatter().merge(rows)
 
 
 def format_returned(ranks: Iterable[int]) -> list[str]:

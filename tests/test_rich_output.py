@@ -321,4 +321,4 @@ def test_a_script_without_a_terminal_prints_a_bar_of_tqdm():
 
     result = kit.run(worker, world_size=1)
     last = [as_seen(line) for line in result.output[0].removesuffix("\n").split("\n")]
-    assert ["3/3" in line and line.split(":")[0] for line in last] == ["tqdm", "tqdm"]
+    assert ["3/3" in line and line.split(":")[0] for line in last] == ["tqdm", "tqdm_notebook"]

@@ -10,7 +10,7 @@ from itertools import takewhile
 from typing import Any, NamedTuple
 
 from ddp_kit import settings
-from ddp_kit.error_text import RankFailure, Wait
+from ddp_kit.error_text import FrameCollector, RankFailure, Wait, is_imported
 from ddp_kit.errors import (
     BackendError,
     InternalError,
@@ -19,6 +19,7 @@ from ddp_kit.errors import (
     RankDiedError,
     RankError,
     ResultError,
+    RunError,
     RunTimeoutError,
 )
 from ddp_kit.pool import ipython
@@ -172,9 +173,28 @@ _last: list[FailedRun] = []  # at most one; the error would keep the cell's fram
 
 
 def remember(error: BaseException, reports: Reports) -> None:
-    """Keep what `%ranks debug` needs of a run that has failed, in place of an earlier one."""
+    """Keep what `%ranks debug` needs of a run that has failed, in place of an earlier one.
+
+    In a script, the error gets a note on the files of its lines.
+    """
     captured = {rank: reply.captured for rank, reply in reports.raised.items()}
     _last[:] = [FailedRun(type(error).__name__, captured, getattr(error, "failures", {}))]
+    _note_files(error)
+
+
+def _note_files(error: BaseException) -> None:
+    """Add a note to an error that says in which files its lines are, if not all in the script.
+
+    Python prints notes below `str(error)`. In a notebook, IPython shows the files.
+    """
+    can_have_notes = isinstance(error, RunError) and hasattr(error, "add_note")  # not in 3.10
+    if ipython.shell() is not None or not can_have_notes:
+        return
+    lines = FrameCollector()
+    error._format(lines)
+    if any(is_imported(frame.file) for frame in lines.frames):
+        places = dict.fromkeys(f"{one.function} is in {one.file}" for one in lines.frames)
+        error.add_note(f"({', '.join(places)})")
 
 
 def last_failed_run() -> FailedRun | None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from types import ModuleType
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 from ddp_kit.errors import TraceError
 from ddp_kit.trace.rank import recorder
@@ -27,7 +28,15 @@ def progress(iterable: Iterable[T], total: int | None = None) -> Iterator[T]:
         for images, labels in kit.progress(batches):
             ...
     """
-    iter(iterable)  # raises TypeError here, and not in the loop
+    try:
+        iter(iterable)  # a dataset can be looped over, but is not an Iterable
+    except TypeError:
+        error = TypeError(
+            f"progress needs something to loop over, such as range(5), got {iterable!r}"
+        )
+        shown = [f"TypeError: {error}"]  # by IPython, without the kit's own frames
+        error._render_traceback_ = lambda: shown  # type: ignore[attr-defined]
+        raise error from None
     if total is None:
         with suppress(TypeError):
             total = len(iterable)  # type: ignore[arg-type]
@@ -53,20 +62,23 @@ def take_over_tqdm(std: ModuleType) -> None:
 
     std: the module `tqdm.std`, whose class the others inherit from.
     """
+    bars: WeakKeyDictionary[Any, None] = WeakKeyDictionary()  # in the order of their loops
 
     def display(
         original: Callable, bar: Any, msg: str | None = None, pos: int | None = None
     ) -> bool:
         if msg != "":  # which would clear it
             with suppress(Exception):  # its numbers may be NaN, or too large for the board
+                bars[bar] = None
                 _show_bar(bar)
         return True
 
     def close(original: Callable, bar: Any) -> None:
         bar.sp = None  # it writes nothing at its end, like a bar of a GUI
         original(bar)
-        if recorder.current is not None:  # a bar around it comes back when it moves
-            recorder.current.show_progress(None, None)
+        with suppress(Exception):  # another thread may have opened a bar meanwhile
+            around = [other for other in list(bars) if _is_shown(other)]
+            _show_bar(around[-1] if around else None)  # the innermost
 
     def write_nothing(original: Callable, bar: Any, *_args: Any, **_kwargs: Any) -> None:
         pass
@@ -99,6 +111,9 @@ def _is_shown(bar: Any) -> bool:
 def _show_bar(bar: Any) -> None:
     if (current := recorder.current) is None:
         return
+    if bar is None:
+        current.show_progress(None, None)
+        return
     label = ", ".join(filter(None, [bar.desc.rstrip(": "), str(bar.postfix or "")]))
     # The numbers may be fractions, as of bytes.
     current.show_progress(max(0, int(bar.n)), None if bar.total is None else int(bar.total), label)
@@ -106,7 +121,20 @@ def _show_bar(bar: Any) -> None:
 
 def fill_tqdm_notebook(_own: Callable[[ModuleType], None], module: ModuleType) -> None:
     """Define the names of `tqdm.notebook` without its widgets, which a rank cannot show."""
-    from tqdm.std import tqdm, trange
+    from tqdm.std import tqdm
 
-    names = {"tqdm": tqdm, "tqdm_notebook": tqdm, "trange": trange, "tnrange": trange}
-    vars(module).update(names, __all__=list(names))
+    class tqdm_notebook(tqdm):
+        """A bar in the live view, or of text."""
+
+        def __init__(self, *args: Any, display: bool = True, **kwargs: Any) -> None:
+            kwargs["disable"] = bool(kwargs.get("disable"))
+            super().__init__(*args, **kwargs)
+
+    def tnrange(*args: int, **kwargs: Any) -> tqdm_notebook:
+        return tqdm_notebook(range(*args), **kwargs)
+
+    names = {"tqdm_notebook": tqdm_notebook, "tnrange": tnrange}
+    for name, value in names.items():
+        value.__module__, value.__qualname__ = module.__name__, name
+    aliases = {"tqdm": tqdm_notebook, "trange": tnrange}
+    vars(module).update(names, **aliases, __all__=[*names, *aliases])
