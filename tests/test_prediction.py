@@ -31,7 +31,7 @@ def said(capsys):
     return said
 
 
-@pytest.mark.parametrize("nothing", [..., "...", [..., ...], (..., ...)])
+@pytest.mark.parametrize("nothing", [..., "...", [..., ...], (..., ...), {"a": ..., "b": [...]}])
 def test_without_a_prediction_the_answer_is_said(said, nothing):
     assert said(nothing, 12) == "The answer is 12. You made no prediction.\n"
 
@@ -46,7 +46,8 @@ def test_without_a_prediction_the_answer_is_said(said, nothing):
         ("Deadlock ", "deadlock", "'deadlock'"),
         ([0, 6], torch.tensor([0.0, 6.0]), "[0, 6]"),
         ([[1, 2], (3, 4)], np.array([[1, 2], [3, 4]]), "[[1, 2], [3, 4]]"),
-        ({"a": 1}, {"a": 1}, "{'a': 1}"),
+        ({0, 2}, {2: 0, 0: 0}.keys(), "{0, 2}"),
+        ({"a": (1,)}, {"a": [1]}, "{'a': [1]}"),
         (None, None, "None"),
         (SHARED.append, SHARED.append, "an object of type builtin_function_or_method"),
     ],
@@ -59,6 +60,7 @@ def test_a_wrong_prediction_is_said_beside_the_answer(said):
     assert said(7, 12) == "You predicted 7; it is 12.\n"
     assert said(True, False) == "You predicted True; it is False.\n"
     assert said("send", "recv") == "You predicted 'send'; it is 'recv'.\n"
+    assert said({1}, {2, 10}) == "You predicted {1}; it is {10, 2}.\n"
 
 
 @pytest.mark.parametrize(
@@ -115,6 +117,11 @@ def test_a_number_that_is_far_off_has_no_remark(said, guess, actual):
 @pytest.mark.parametrize(
     ("guess", "actual", "remark"),
     [
+        (
+            [0, 1],
+            [0, 1, 2],
+            "The answer has 3 entries, and your list has 2. The first 2 are the same.",
+        ),
         ([5, 1], [0], "The answer has 1 entry, and your list has 2."),
         ([2, 0, 1], [0, 1, 2], "The entries are right, but not their order."),
         (
@@ -126,6 +133,12 @@ def test_a_number_that_is_far_off_has_no_remark(said, guess, actual):
             [0, ...],
             [0, 1],
             "1 of 2 entries is right. The first that is not is [1]: you predicted ...; it is 1.",
+        ),
+        (
+            {"a": 1},
+            {"a": 1, "b": [2]},
+            "1 of 2 entries is right. The first that is not is ['b']: you made no prediction;"
+            " it is [2].",
         ),
     ],
 )

@@ -6,7 +6,7 @@ It prints plain text, the same for the same values, so that nbval can compare it
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from typing import Any
 
@@ -26,7 +26,7 @@ KINDS = (
     ((list, tuple), "a list"),
     (str, "a string"),
     (dict, "a dict"),
-    (set, "a set"),
+    (Set, "a set"),
     (type(None), "None"),
 )
 
@@ -36,8 +36,8 @@ def predict(guess: object, actual: object) -> None:
     """Print whether a prediction was right; if it was not, print what was nearly right about it.
 
     guess: the prediction; `...` is none, which the printed text says.
-    actual: the answer: a number, a bool, a string, a list, a tuple, or a tensor, which counts as
-        the number or the nested list that it holds.
+    actual: the answer: a number, a bool, a string, a list, a tuple, a set, a dict, or a tensor,
+        which counts as the number or the nested list that it holds.
 
     Numbers are equal up to rounding to five digits, and zero equals what is within 1e-12 of it.
     Strings are compared without regard to case and to spaces around them. A guess of another type
@@ -70,12 +70,15 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple, range)):
         items = [_plain(item) for item in value]
         return tuple(items) if isinstance(value, tuple) else items
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
     return value
 
 
 def _is_no_prediction(guess: Any) -> bool:
-    if isinstance(guess, (list, tuple)) and guess:
-        return all(map(_is_no_prediction, guess))
+    if isinstance(guess, (list, tuple, dict)) and guess:
+        items: Iterable[Any] = guess.values() if isinstance(guess, dict) else guess
+        return all(_is_no_prediction(item) for item in items)
     return guess is ... or (isinstance(guess, str) and guess == "...")
 
 
@@ -93,6 +96,8 @@ def _equal(one: Any, other: Any) -> bool:
         return one.strip().casefold() == other.strip().casefold()
     if isinstance(one, (list, tuple)):
         return len(one) == len(other) and all(map(_equal, one, other))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
     try:
         if isinstance(one, float) or isinstance(other, float):
             both_nan = one != one and other != other
@@ -115,9 +120,12 @@ def _inner_text(value: Any, comma: str = "") -> str:
     comma: what separates the thousands of a number that is in no list.
     """
 
+    def each(values: Iterable[Any]) -> list[str]:
+        return [_inner_text(item) for item in values]
+
     if value is ...:
         return "..."
-    if isinstance(value, (str, bool, complex, dict, set, type(None))):
+    if isinstance(value, (str, bool, complex, type(None))):
         return repr(value)
     if isinstance(value, float):
         size = abs(value)
@@ -126,9 +134,15 @@ def _inner_text(value: Any, comma: str = "") -> str:
         value = round(value)
     if isinstance(value, int):
         return f"{value:{comma}}"
-    if isinstance(value, (list, tuple)):
-        items = ", ".join(map(_inner_text, value))
-        return f"[{items}]" if isinstance(value, list) else f"({items}{',' * (len(value) == 1)})"
+    if isinstance(value, list):
+        return f"[{', '.join(each(value))}]"
+    if isinstance(value, tuple):
+        return f"({', '.join(each(value))}{',' * (len(value) == 1)})"
+    if isinstance(value, dict):
+        entries = zip(each(value), each(value.values()), strict=True)
+        return f"{{{', '.join(f'{key}: {item}' for key, item in entries)}}}"
+    if isinstance(value, Set):
+        return f"{{{', '.join(sorted(each(value)))}}}" if value else "set()"
     return _kind(value)  # its repr may hold an address
 
 
@@ -136,6 +150,8 @@ def _remark(guess: Any, actual: Any) -> str:
     """Return what is nearly right about a wrong guess of the right kind; "" if nothing is."""
     if isinstance(guess, (list, tuple)):
         return _on_list(guess, actual)
+    if isinstance(guess, dict):
+        return _on_entries(guess, actual)
     real = isinstance(guess, (int, float)) and not isinstance(guess, bool)
     return _on_number(guess, actual) if real and not isinstance(actual, complex) else ""
 
@@ -167,26 +183,35 @@ def _times(factor: int) -> str:
 
 def _on_list(guess: Sequence[Any], actual: Sequence[Any]) -> str:
     if len(guess) != len(actual):
-        return f"The answer has {_count(len(actual))}, and your list has {len(guess):,}."
+        lengths = f"The answer has {_count(len(actual))}, and your list has {len(guess):,}."
+        common = min(len(guess), len(actual))
+        if common and _equal(guess[:common], actual[:common]):
+            same = "one is" if common == 1 else f"{common:,} are"
+            lengths += f" The first {same} the same."
+        return lengths
     left = list(actual)
     for item in guess:
         found = next((place for place, other in enumerate(left) if _equal(item, other)), None)
         if found is None:
-            return _on_entries(guess, actual)
+            return _on_entries(dict(enumerate(guess)), dict(enumerate(actual)))
         del left[found]
     return "The entries are right, but not their order."
 
 
-def _on_entries(guess: Sequence[Any], actual: Sequence[Any]) -> str:
+def _on_entries(guess: dict[Any, Any], actual: dict[Any, Any]) -> str:
     """Count the entries that are right, and name the first that is not."""
-    wrong = [place for place, item in enumerate(guess) if not _equal(item, actual[place])]
-    right = len(actual) - len(wrong)
+    right = sum(key in guess and _equal(guess[key], actual[key]) for key in actual)
+    more = [key for key in guess if key not in actual]
+    wrong = [key for key in actual if key not in guess or not _equal(guess[key], actual[key])]
     are = "is" if right == 1 or len(actual) == 1 else "are"
-    first = wrong[0]
-    return (
-        f"{right:,} of {_count(len(actual))} {are} right. The first that is not is [{first}]: "
-        f"you predicted {_text(guess[first])}; it is {_text(actual[first])}."
-    )
+    text = f"{right:,} of {_count(len(actual))} {are} right."
+    if not wrong:
+        return f"{text} The answer has no entry [{_inner_text(more[0])}]."
+    key = wrong[0]
+    said, is_ = "you made no prediction", _text(actual[key])
+    if key in guess:
+        said = f"you predicted {_text(guess[key])}"
+    return f"{text} The first that is not is [{_inner_text(key)}]: {said}; it is {is_}."
 
 
 def _count(number: int) -> str:

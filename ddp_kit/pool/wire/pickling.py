@@ -26,6 +26,7 @@ from typing import Any, BinaryIO
 
 import cloudpickle
 import torch
+import torch.distributed as dist
 
 from ddp_kit import torch_internals
 from ddp_kit.trace import anonymous_file
@@ -133,6 +134,8 @@ class _Pickler(cloudpickle.Pickler):
             )
         if type(obj).__module__ == "IPython.core.autocall":  # a notebook's exit and quit
             return getattr, (sys, "exit")
+        if obj is type(dist.Store):  # torch's own metaclass, which cannot be imported
+            return type, (dist.Store,)
         if name := _import_name(obj):
             return pkgutil.resolve_name, (name,)
         return super().reducer_override(obj)
