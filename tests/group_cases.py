@@ -136,6 +136,33 @@ def all_reduce_of_complex_numbers(group):
     return tensors
 
 
+@compared
+def all_reduce_coalesced(group):
+    tensors = [random(3), random(2, 2), random(0)]
+    dist.all_reduce_coalesced(tensors, group=group)
+    return tensors
+
+
+@compared
+def coalescing_manager(group):
+    tensors = [random(3), random(4)]
+    with dist._coalescing_manager(group=group):
+        for tensor in tensors:
+            dist.all_reduce(tensor, group=group)
+    gathered = [torch.empty(2 * group.size()) for _ in range(2)]
+    sources = [random(2), random(2)]
+    with dist._coalescing_manager(group=group, async_ops=True) as manager:
+        for output, source in zip(gathered, sources, strict=True):
+            dist.all_gather_into_tensor(output, source, group=group)
+    manager.wait()
+    parts = [torch.empty(2) for _ in range(2)]
+    sources = [random(2 * group.size()), random(2 * group.size())]
+    with dist._coalescing_manager(group=group):
+        for output, source in zip(parts, sources, strict=True):
+            dist.reduce_scatter_tensor(output, source, group=group)
+    return tensors + gathered + parts
+
+
 # Moving
 
 
@@ -165,6 +192,13 @@ def all_gather_single(group):
         dist.all_gather_into_tensor(flat, random(3, dtype=dtype), group=group)
         results.append(flat)
     return results
+
+
+@compared
+def all_gather_coalesced(group):
+    outputs = [[torch.empty(3), torch.empty(2, 2)] for _ in range(group.size())]
+    dist.all_gather_coalesced(outputs, [random(3), random(2, 2)], group=group)
+    return [tensor for tensors in outputs for tensor in tensors]
 
 
 @compared

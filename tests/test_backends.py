@@ -49,6 +49,8 @@ def test_more_ranks_than_gpus_are_refused_with_the_choices(gpus):
     ("asked", "hint"),
     [
         ("MPI", '; write "mpi"'),
+        ("ucc", "; for another one, call init_process_group yourself in a WorkerPool(init=False)"),
+        ("cpu:gloo,cuda:nccl", '; write "nccl", which includes gloo for tensors on the CPU'),
         ("smoke", ""),
         (None, ""),
     ],

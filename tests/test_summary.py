@@ -200,7 +200,7 @@ def test_ddp_calls_and_sends_what_the_size_of_its_model_predicts(tmp_path):
     (tmp_path / "run-00-train").mkdir()
     for rank in range(2):
         file = tmp_path / "run-00-train" / f"rank-{rank}.jsonl"
-        RankTrace.of(result.trace, rank, "launch").write(file)
+        RankTrace.of(result.trace, rank).write(file)
     assert str(kit.load_trace(tmp_path).summary()) == str(summary)
 
 

@@ -31,8 +31,7 @@ def choose_backend(backend: str, world_size: int) -> str:
     """
     if backend not in NAMES:
         known = ", ".join(f'"{name}"' for name in NAMES)
-        hint = f'; write "{str(backend).lower()}"' if str(backend).lower() in NAMES else ""
-        raise BackendError(f"backend must be one of {known}, got {backend!r}{hint}")
+        raise BackendError(f"backend must be one of {known}, got {backend!r}{_hint(backend)}")
     gpus = torch.cuda.device_count()
     if backend == "auto":
         return "nccl" if gpus >= world_size and dist.is_nccl_available() else "gloo"
@@ -56,6 +55,18 @@ def choose_backend(backend: str, world_size: int) -> str:
     if backend == "shm" and (missing := shm.missing()):
         raise BackendError(missing)
     return backend
+
+
+def _hint(backend: object) -> str:
+    """Return the hint for an unknown backend: what was probably meant, or what else to do."""
+    name = str(backend).lower()
+    if name in NAMES:
+        return f'; write "{name}"'
+    if name == "cpu:gloo,cuda:nccl":
+        return '; write "nccl", which includes gloo for tensors on the CPU'
+    if name in dist.Backend.backend_list:
+        return "; for another one, call init_process_group yourself in a WorkerPool(init=False)"
+    return ""
 
 
 def for_group(backend: str) -> str:

@@ -1,19 +1,9 @@
 """A process group in Python: every call of PyTorch as one of a few operations on flat tensors.
 
 PyTorch has several calls for most collectives: with a list of tensors, with one tensor that holds
-the parts of all ranks, and under an older name. `PythonProcessGroup` checks the arguments of all of
-them, makes their memory flat and contiguous, and calls the operations of the backend `mpi` or
-`shm`, which return `Steps`; `engine` moves those on. They work on flat tensors on the CPU:
-
-    send(data, target, tag)                receive(work, data, source, tag)   None: of any source
-    barrier()                              broadcast(data, root)
-    all_gather(data, outputs)              outputs: one for each rank; they may differ in size
-    reduce(data, op, root)                 in place on the root; None: on every rank
-    reduce_scatter(inputs, output, op)     inputs: one for each rank; they may differ in size
-    exchange(name, sends, receives)        a gather, scatter or alltoall: tensors by rank
-
-where op is one of REDUCTIONS, for bool a bitwise one. A receive sets `work.source`; if the work is
-done before, because it took too long, the message is for another receive.
+the parts of all ranks, with several tensors at once, and under an older name. `PythonProcessGroup`
+checks the arguments of all of them, makes their memory flat and contiguous, and calls a method of
+`Operations`. The backends `mpi` and `shm` implement those, and `engine` moves them on.
 """
 
 from __future__ import annotations
@@ -21,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -37,11 +27,45 @@ _OF_BOOL = {"SUM": "BOR", "PRODUCT": "BAND", "MIN": "BAND", "MAX": "BOR"}  # on 
 _NAMES = {hash(getattr(ReduceOp, name)): name for name in REDUCTIONS}
 
 
+class Operations(Protocol):
+    """What a backend implements, on flat, contiguous tensors on the CPU.
+
+    op: one of REDUCTIONS. For bool it is a bitwise one.
+    """
+
+    def send(self, data: Tensor, target: int, tag: int) -> Steps:
+        """Send a tensor to a rank."""
+
+    def receive(self, work: PythonWork, data: Tensor, source: int | None, tag: int) -> Steps:
+        """Receive a tensor from a rank, or from any, and set `work.source`.
+
+        If the work is done before, because it took too long, the message is for another receive.
+        """
+
+    def barrier(self) -> Steps:
+        """Wait until all ranks have called this."""
+
+    def broadcast(self, data: Tensor, root: int) -> Steps:
+        """Copy the root's tensor into those of the others."""
+
+    def all_gather(self, data: Tensor, outputs: Tensors) -> Steps:
+        """Copy the tensor of rank i into output i. They may differ in size."""
+
+    def reduce(self, data: Tensor, op: str, root: int | None = None) -> Steps:
+        """Reduce the tensors of all ranks in place, on the root; None: on every rank."""
+
+    def reduce_scatter(self, inputs: Tensors, output: Tensor, op: str) -> Steps:
+        """Reduce the tensors that the ranks have for this one. They may differ in size by rank."""
+
+    def exchange(self, name: str, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Steps:
+        """Send tensors to ranks and receive tensors from ranks: a gather, scatter or alltoall."""
+
+
 class Call:
-    """One call of PyTorch, and the memory that it reads and writes.
+    """One call of PyTorch: its collectives, and the memory that they read and write.
 
     name: for errors. opts: PyTorch's options, of which the timeout takes precedence over that of
-    the group. outputs: the result of the future.
+    the group. steps: the collectives. outputs: the result of the future.
     """
 
     def __init__(self, group: PythonProcessGroup, name: str, opts: Any = None) -> None:
@@ -49,6 +73,7 @@ class Call:
         own = 0.0 if opts is None else opts.timeout.total_seconds()
         self.timeout = own if own > 0 else group.timeout.total_seconds()
         self.is_async = getattr(opts, "asyncOp", True)
+        self.steps: list[Steps] = []
         self.outputs: list[Tensor] = []
         self._buffers: list[Tensor] = []  # of the outputs: the same memory, or a plain one
 
@@ -94,7 +119,7 @@ class PythonProcessGroup(dist.ProcessGroup):
         rank: int,
         size: int,
         timeout: float,
-        operations: Any,
+        operations: Operations,
         bells: Bells,
     ) -> None:
         super().__init__(rank, size)
@@ -108,9 +133,10 @@ class PythonProcessGroup(dist.ProcessGroup):
         """End the group; `dist.destroy_process_group` calls this. A second call does nothing."""
         self._engine.close()
 
-    def _start(self, call: Call, collective: Steps) -> PythonWork:
+    def _start(self, call: Call) -> PythonWork:
         def steps() -> Steps:
-            yield from collective
+            for each in call.steps:
+                yield from each
             call.finish()
 
         return self._engine.start(PythonWork(self._engine, call, is_collective=True), steps())
@@ -181,13 +207,16 @@ class PythonProcessGroup(dist.ProcessGroup):
     # Collectives that move data
 
     def barrier(self, opts: Any = None) -> PythonWork:
-        return self._start(Call(self, "barrier", opts), self._operations.barrier())
+        call = Call(self, "barrier", opts)
+        call.steps.append(self._operations.barrier())
+        return self._start(call)
 
     def broadcast(self, tensors: Tensors, opts: Any = None) -> PythonWork:
-        (tensor,) = tensors
         opts = opts or dist.BroadcastOptions()
         call = Call(self, "broadcast", opts)
-        return self._start(call, self._operations.broadcast(call.update(tensor), opts.rootRank))
+        for tensor in tensors:
+            call.steps.append(self._operations.broadcast(call.update(tensor), opts.rootRank))
+        return self._start(call)
 
     def gather(
         self, output_tensors: Sequence[Tensors], input_tensors: Tensors, opts: Any = None
@@ -226,7 +255,8 @@ class PythonProcessGroup(dist.ProcessGroup):
         call = Call(self, name, opts)
         buffers = {rank: call.write(tensor) for rank, tensor in receives.items()}
         data = {rank: call.apart(call.read(tensor)) for rank, tensor in sends.items()}
-        return self._start(call, self._operations.exchange(name, data, buffers))
+        call.steps.append(self._operations.exchange(name, data, buffers))
+        return self._start(call)
 
     def all_to_all_single(
         self,
@@ -247,30 +277,37 @@ class PythonProcessGroup(dist.ProcessGroup):
         call = Call(self, "all_to_all_single", opts)
         receives = dict(enumerate(call.write(output).split(of)))
         sends = dict(enumerate(call.apart(call.read(input)).split(to)))
-        return self._start(call, self._operations.exchange("alltoall", sends, receives))
+        call.steps.append(self._operations.exchange("alltoall", sends, receives))
+        return self._start(call)
 
     def allgather(
         self, output_tensors: Sequence[Tensors], input_tensors: Tensors, opts: Any = None
     ) -> PythonWork:
-        (outputs,), (tensor,) = output_tensors, input_tensors
-        return self._all_gather("allgather", outputs, tensor, opts)
+        return self._all_gather("allgather", output_tensors, input_tensors, opts)
+
+    def allgather_coalesced(
+        self, output_lists: Sequence[Tensors], input_list: Tensors, opts: Any = None
+    ) -> PythonWork:
+        """Do `allgather` with several tensors. Entry [rank][i] is tensor i of that rank."""
+        lists = [[tensors[i] for tensors in output_lists] for i in range(len(input_list))]
+        return self._all_gather("allgather_coalesced", lists, input_list, opts)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> PythonWork:
-        return self._all_gather("all_gather_single", output, input, opts)
+        return self._all_gather("all_gather_single", [output], [input], opts)
 
     def all_gather_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> PythonWork:
-        """Do `all_gather_single`; functional collectives call this with one tensor."""
-        (output,), (tensor,) = outputs, inputs
-        return self._all_gather("all_gather_single", output, tensor, opts)
+        return self._all_gather("all_gather_single_coalesced", outputs, inputs, opts)
 
     def _all_gather(
-        self, name: str, output: Tensor | Tensors, tensor: Tensor, opts: Any
+        self, name: str, outputs: Sequence[Tensor | Tensors], inputs: Tensors, opts: Any
     ) -> PythonWork:
         call = Call(self, name, opts)
-        parts = self._parts(name, output, tensor, "output", call.write)
-        return self._start(call, self._operations.all_gather(call.read(tensor), parts))
+        for output, tensor in zip(outputs, inputs, strict=True):
+            parts = self._parts(name, output, tensor, "output", call.write)
+            call.steps.append(self._operations.all_gather(call.read(tensor), parts))
+        return self._start(call)
 
     # Reductions
 
@@ -283,39 +320,43 @@ class PythonProcessGroup(dist.ProcessGroup):
             tensors = [tensors]
         return self._reduce("allreduce", tensors, opts or dist.AllreduceOptions())
 
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> PythonWork:
+        opts = opts or dist.AllreduceCoalescedOptions()
+        return self._reduce("allreduce_coalesced", tensors, opts)
+
     def _reduce(
         self, name: str, tensors: Tensors, opts: Any, root: int | None = None
     ) -> PythonWork:
-        (tensor,) = tensors
         call = Call(self, name, opts)
-        data, op = call.update(tensor), self._reduction(opts.reduceOp, tensor.dtype)
-        return self._start(call, self._operations.reduce(data, op, root))
+        for tensor in tensors:
+            data, op = call.update(tensor), self._reduction(opts.reduceOp, tensor.dtype)
+            call.steps.append(self._operations.reduce(data, op, root))
+        return self._start(call)
 
     def reduce_scatter(
         self, output_tensors: Tensors, input_tensors: Sequence[Tensors], opts: Any = None
     ) -> PythonWork:
-        (output,), (inputs,) = output_tensors, input_tensors
-        return self._reduce_scatter("reduce_scatter", output, inputs, opts)
+        return self._reduce_scatter("reduce_scatter", output_tensors, input_tensors, opts)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> PythonWork:
-        return self._reduce_scatter("reduce_scatter_single", output, input, opts)
+        return self._reduce_scatter("reduce_scatter_single", [output], [input], opts)
 
     def reduce_scatter_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> PythonWork:
-        """Do `reduce_scatter_single`; functional collectives call this with one tensor."""
-        (output,), (tensor,) = outputs, inputs
-        return self._reduce_scatter("reduce_scatter_single", output, tensor, opts)
+        return self._reduce_scatter("reduce_scatter_single_coalesced", outputs, inputs, opts)
 
     def _reduce_scatter(
-        self, name: str, output: Tensor, given: Tensor | Tensors, opts: Any
+        self, name: str, outputs: Tensors, inputs: Sequence[Tensor | Tensors], opts: Any
     ) -> PythonWork:
         opts = opts or dist.ReduceScatterOptions()
         call = Call(self, name, opts)
-        parts = self._parts(name, given, output, "input", call.read)
-        data, op = call.write(output), self._reduction(opts.reduceOp, output.dtype)
-        parts = [without_overlap(part, data) for part in parts]
-        return self._start(call, self._operations.reduce_scatter(parts, data, op))
+        for output, given in zip(outputs, inputs, strict=True):
+            parts = self._parts(name, given, output, "input", call.read)
+            data, op = call.write(output), self._reduction(opts.reduceOp, output.dtype)
+            parts = [without_overlap(part, data) for part in parts]
+            call.steps.append(self._operations.reduce_scatter(parts, data, op))
+        return self._start(call)
 
     # The names that older releases of PyTorch call
 
