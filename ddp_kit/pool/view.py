@@ -6,6 +6,7 @@ import os
 import re
 import sys
 import time
+import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -18,6 +19,8 @@ from ddp_kit.pool.wire.messages import Bundle
 
 # Sequences that set colours, move the cursor or name a window: "\x1b[31m", "\x1b]0;title\x07".
 _ESCAPE = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]?|\][^\x07\x1b]*(\x07|\x1b\\)?|[ -/]*[0-~]?)")
+_DROPPED = re.compile(r"^\.\.\. ([\d,]+ bytes) left out: ", re.MULTILINE)  # the line of KeptOutput
+
 
 # What a rank does before it calls the worker. A launcher's program adds "starting under mpiexec".
 STARTING = ("starting", "importing torch", "forming the group", "ready")
@@ -87,7 +90,7 @@ class TerminalView(LiveView):
         columns = os.get_terminal_size(sys.stderr.fileno()).columns or 80
         seconds = int(time.monotonic() - self._opened)
         line = f"{f'{seconds:,} s  ' if seconds else ''}{self._in_one(lines)}"
-        line = line[: columns - 1]  # a full line would wrap
+        line = _cut(line, columns - 1)  # a full line would wrap
         if line != self._shown:
             self._shown = line
             sys.stderr.write(f"\r\x1b[K{line}")
@@ -156,6 +159,15 @@ def _kinds(lines: Sequence[RankLine]) -> list[tuple[int, RankLine]]:
 
 def _share(progress: tuple[int, int | None]) -> float:
     return progress[0] / (progress[1] or 1)
+
+
+def _cut(text: str, columns: int) -> str:
+    """Return the beginning of a text that fits into so many columns of a terminal."""
+    for at, char in enumerate(text):
+        columns -= 2 if unicodedata.east_asian_width(char) in "WF" else 1
+        if columns < 0:
+            return text[:at]
+    return text
 
 
 def _on_terminal() -> bool:
@@ -238,4 +250,7 @@ def _without_middle(lines: list[str], where: str) -> list[str]:
     first = text[: most // 2].split("\n")[: most_lines // 2]
     last = text[-(most // 2) :].split("\n")[-(most_lines // 2) :]
     size = len(text) - len("\n".join(first)) - len("\n".join(last))
-    return [*first, f"... {size:,} characters are not shown here{where} ...", *last]
+    left_out = f"{size:,} characters"
+    if dropped := _DROPPED.search(text):
+        left_out = f"{dropped[1]} and {left_out}"
+    return [*first, f"... {left_out} are not shown here{where} ...", *last]
