@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 from torch import nn
 
@@ -125,7 +126,10 @@ def read(value: Any, path: Path) -> Numbers | None:
     wide = torch.complex128 if value.is_complex() else torch.float64
     if not inexact(value.dtype):
         wide = torch.int64
-    return Numbers(value.detach().to_dense().cpu().to(wide), value.dtype)
+    try:
+        return Numbers(value.detach().to_dense().cpu().to(wide), value.dtype)
+    except (NotImplementedError, RuntimeError) as error:  # a meta tensor, or a quantized one
+        raise CompareError(f"{_quote(path)} has no numbers to compare: {error}") from error
 
 
 # --- the usual causes ----------------------------------------------------------------------------
@@ -312,7 +316,7 @@ def measure(path: Path, rank: int | None, mine: Any, reference: Any, rule: Rule)
         fact = "is unexpected; the reference does not have it"
         return Finding(path, rank, fact=fact, cause="unexpected")
     have, want = read(mine, path), read(reference, path)
-    if have is None and want is None and mine == reference:
+    if have is None and want is None and numpy.array_equal(mine, reference):
         return Finding(path, rank, error=0.0)
     if have is None or want is None:
         fact = f"is {reprlib.repr(mine)} instead of {reprlib.repr(reference)}"
@@ -452,8 +456,11 @@ def compare(
     Raises CompareError if the arguments cannot be compared.
     """
     rule = Rule(rtol, atol, terms)
-    mines, references, by_rank = pair(mine, reference)
-    found, wanted = [read_leaves(one) for one in mines], [read_leaves(one) for one in references]
+    try:
+        mines, references, by_rank = pair(mine, reference)
+        found, wanted = [read_leaves(v) for v in mines], [read_leaves(v) for v in references]
+    except RecursionError as error:
+        raise CompareError("a list or dict that contains itself cannot be compared") from error
     wanted = wanted * len(found) if len(wanted) < len(found) else wanted
     paths = list(dict.fromkeys(path for one in (*wanted, *found) for path in one))
     if all(one.get(path) is None for one in (*wanted, *found) for path in paths):

@@ -364,6 +364,15 @@ def test_optimizers_are_compared_by_their_state():
 # --- arguments, and the object -------------------------------------------------------------
 
 
+def test_arrays_of_words_are_equal_or_not():
+    assert kit.compare(np.array(["a", "b"]), np.array(["a", "b"]))
+    assert not kit.compare(np.array(["a", "b"]), np.array(["a", "c"]))
+
+
+ENDLESS: list = []
+ENDLESS.append(ENDLESS)
+
+
 class Sharded(torch.Tensor):
     def full_tensor(self):
         raise AssertionError("it communicates")
@@ -381,6 +390,8 @@ class Sharded(torch.Tensor):
         ((1.0, ranks(1.0, 2.0)), {}, "reference has values of 2 ranks, and mine must have as many"),
         ((ranks(1.0), ranks(1.0, 2.0)), {}, "reference has values of 2 ranks"),
         (({"w": torch.ones(2).as_subclass(Sharded)}, {"w": torch.ones(2)}), {}, "'w' is a DTensor"),
+        ((torch.empty(2, device="meta"), torch.ones(2)), {}, "the value has no numbers to compare"),
+        ((ENDLESS, ENDLESS), {}, "a list or dict that contains itself cannot be compared"),
     ],
 )
 def test_arguments_that_make_no_sense(arguments, options, message):

@@ -97,6 +97,15 @@ def test_a_rank_trace_is_readable_lines_of_json(tmp_path):
     assert len(lines) == first_line["events"] == 4
 
 
+def test_the_strides_of_a_trace_that_was_read_are_those_of_the_run(tmp_path):
+    def reduce_transposed(rank, world_size):
+        dist.all_reduce(torch.ones(2, 3).t())
+
+    trace = kit.run(reduce_transposed, world_size=2).trace
+    TraceFolder(tmp_path).write("transposed", trace, range(2))
+    assert set(kit.load_trace(tmp_path)) == set(trace)
+
+
 # --- runs ----------------------------------------------------------------------------------
 
 

@@ -81,6 +81,16 @@ def test_the_first_run_finds_the_ranks_that_the_import_has_started(start, tmp_pa
     assert pids(kernel) == started
 
 
+def test_a_variable_that_pytorch_reads_at_its_start_restarts_ranks_that_nobody_used(start):
+    kernel = start()
+    started = wait_for_ranks(kernel)
+    kernel.run("os.environ['OMP_NUM_THREADS'] = '1'")
+    assert not pids(kernel) & started
+    used = pids(kernel)
+    kernel.run("os.environ['OMP_NUM_THREADS'] = '2'")
+    assert pids(kernel) == used, "ranks that were used stay"
+
+
 def test_ranks_that_nobody_used_end_after_a_while_and_the_first_run_starts_them(start):
     kernel = start(IMPORT + "kit.settings.UNUSED_RANKS_END_AFTER = 10.0")
     wait_for_ranks(kernel)

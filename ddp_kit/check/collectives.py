@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ddp_kit.check.compared import IN_MESSAGES, Used, compared, hunt, in_messages
+from ddp_kit.check.compared import IN_MESSAGES, Used, by_rank, compared, hunt, in_messages
 from ddp_kit.check.grader import (
     SENT,
     SIZES,
@@ -46,7 +46,12 @@ def _all_gather_uneven(rank: int, world_size: int, all_gather: Callable) -> list
     return all_gather(brought(world_size, 4)[rank][: _lengths(world_size)[rank]])
 
 
-@compared("2.c", "two_steps(tensor)")
+def _without_all_reduce(trace: Trace, n: int) -> list[Used]:
+    calls = sum(event.op.startswith("all_reduce") for event in trace if event.rank == 0)
+    return [*by_rank(trace), Used("rank 0 called all_reduce {}", calls, "time")]
+
+
+@compared("2.c", "two_steps(tensor)", used=_without_all_reduce)
 def _two_steps(rank: int, world_size: int, two_steps: Callable) -> torch.Tensor:
     return in_place(rank, world_size, two_steps, brought(world_size, 2 * world_size))
 

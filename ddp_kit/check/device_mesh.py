@@ -104,10 +104,10 @@ def _shard_to_shard(rank: int, world_size: int, shard_to_shard: Callable) -> dic
 
 
 @compared("14.c", "mesh_groups(rank, world_size, rows)", sizes=(3, 6))
-def _mesh_groups(rank: int, world_size: int, mesh_groups: Callable) -> dict:
+def _mesh_groups(rank: int, world_size: int, mesh_groups: Callable) -> dict | str:
     groups = mesh_groups(rank, world_size, 3 if world_size == 3 else 2)
     if not isinstance(groups, dict):
-        return {"what is returned": groups}
+        return f"a value of type {type(groups).__name__}, and no dict"
     members = {name: dist.get_process_group_ranks(group) for name, group in groups.items()}
     return {f"the group along {name}": members.get(name) for name in ("dp", "tp")}
 

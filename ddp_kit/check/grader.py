@@ -299,6 +299,7 @@ class Grader:
             hint = hint or reason
             if not hint and "'tuple' object does not support item assignment" in str(error):
                 hint = "tuple"
+            hint = hint or "an error"
             fact = FAILURES[type(error)]
             if line := _line_of_check(error):
                 fact += f" where the check uses it: {line}"

@@ -156,6 +156,7 @@ def _stages(cut: Callable) -> dict:
 
 def _paced(seconds: list[float], kept: list[float], memory: float, lengths: Any) -> Any:
     """Return what a cut is like, which is the same for all right ones."""
+    lengths = list(lengths) if isinstance(lengths, tuple) else lengths
     if not isinstance(lengths, list) or not all(isinstance(each, int) for each in lengths):
         return lengths
     ends = [sum(lengths[: stage + 1]) for stage in range(len(lengths))]

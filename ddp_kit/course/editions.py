@@ -383,7 +383,7 @@ def _table(section: str) -> list[str]:
     for name, hint in hints().items():
         if name.startswith(section) if section else not re.match(r"\d|P\d ", name):
             rows.append(f"| {' | '.join(text.replace('|', '&#124;') for text in hint[:3])} |")
-    return [*rows, ""]
+    return [*dict.fromkeys(rows), ""]
 
 
 def committed() -> dict[Path, str]:

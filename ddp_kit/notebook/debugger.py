@@ -125,7 +125,10 @@ class RankDebugger(_Pdb):
         Print all variables of the current function, beginning with its arguments.
         """
         for name, value in self._copies[self.curframe].locals.items():
-            text = shorten(repr(value), LONGEST_VALUE)
+            try:
+                text = shorten(repr(value), LONGEST_VALUE)
+            except ValueError:  # a number with more digits than Python prints
+                text = f"a value of type {type(value).__name__}"
             self.message(f"{name} = {text}")
 
     do_a = do_args = do_locals

@@ -33,7 +33,7 @@ from ddp_kit.pool.arguments import available_memory, explaining_arguments, prepa
 from ddp_kit.pool.interrupts import holding_interrupt, show_interrupt
 from ddp_kit.pool.launchers import MPIExec, Spawn
 from ddp_kit.pool.private_folder import PrivateFolder, sweep
-from ddp_kit.pool.ranks import RankHandle, RankProcesses
+from ddp_kit.pool.ranks import RankHandle, RankProcesses, start_variables
 from ddp_kit.pool.result import Result
 from ddp_kit.pool.run_loop import Run
 from ddp_kit.pool.wire.pickling import Payload
@@ -257,6 +257,8 @@ def run(
     pool = _shared.get(launcher)
     if pool is None or pool._closed or pool._owner != os.getpid():
         pool = _shared[launcher] = WorkerPool(world_size, backend)
+    elif _is_outdated(pool):
+        pool.restart()
     return pool._run(packed, world_size, chosen, timeout)
 
 
@@ -294,6 +296,15 @@ def keep_names(launcher: str, keep: bool = True) -> bool:
         return False
     _shared[launcher]._processes.has_names = keep
     return True
+
+
+def _is_outdated(pool: WorkerPool) -> bool:
+    """Return whether ranks that were started early are unused, and their variables have changed."""
+    processes = pool._processes
+    if not pool._started_early or processes.is_used:
+        return False
+    now = start_variables()
+    return any(rank.variables != now for rank in processes.ranks)
 
 
 def start_after_cell() -> None:

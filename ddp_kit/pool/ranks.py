@@ -41,6 +41,17 @@ from ddp_kit.pool.wire.output import RankOutput, drain
 from ddp_kit.pool.wire.pickling import Payload
 from ddp_kit.trace import Board, stacks
 
+# The beginnings of variables that PyTorch and its libraries read once, in a new process.
+_READ_AT_START = (
+    *("CUDA_", "GLOO_", "HIP_", "LD_LIBRARY_PATH", "MKL_", "NCCL_", "OMP_", "OPENBLAS_"),
+    *("PYTORCH_", "ROCR_", "TORCH_"),
+)
+
+
+def start_variables() -> dict[str, str]:
+    """Return the variables of this process's environment that matter when a rank starts."""
+    return {name: os.environ[name] for name in os.environ if name.startswith(_READ_AT_START)}
+
 
 class Ends(NamedTuple):
     """What the process of a rank is given: its ends of the pipes, its board, its mark."""
@@ -90,6 +101,7 @@ class RankHandle:
         self.psutil: psutil.Process | None = None
         with suppress(psutil.NoSuchProcess):
             self.psutil = psutil.Process(self.process.pid)  # no later process with this pid
+        self.variables = start_variables()
         self.owed = 0  # replies that this rank has not sent yet
         self.cells_seen: set[str] = set()
         self.environment: Environment | None = None  # that it was sent last
@@ -266,6 +278,7 @@ class RankProcesses:
         self._formed: tuple[int, str] | None = None  # the group that the ranks were asked to form
         self._lost: tuple[int, str] | None = None  # the group that a failed run has left broken
         self._in_run = False  # a worker was sent; a rank that still owes a reply may be in it
+        self.is_used = False  # a worker was ever sent
         self._used = time.monotonic()  # when ranks were started, or the last run ended
         self.has_names = False  # of `%%ranks` cells, which end with the ranks
         _all.add(self)
@@ -323,7 +336,7 @@ class RankProcesses:
         self, ranks: list[RankHandle], packed: Payload, environment: Environment, number: int
     ) -> None:
         """Ask these ranks to call the worker in `packed`, which is closed."""
-        self._in_run = True
+        self._in_run = self.is_used = True
         drain([rank.output for rank in ranks])
         cells = ipython.cell_names()
         for rank in ranks:

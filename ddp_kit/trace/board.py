@@ -33,8 +33,7 @@ from typing import Any, BinaryIO, NamedTuple
 from ddp_kit import settings
 from ddp_kit.trace import stacks
 
-# What a rank's process is doing: importing torch, serving its pool, forming a process group,
-# reading the variables of a worker that raised.
+# What a rank's process is doing: importing torch, serving its pool, forming a process group.
 IMPORTING, SERVING, FORMING = 0, 1, 2
 
 COUNTED = settings.EVENTS_KEPT  # channels and groups of a rank that can be counted

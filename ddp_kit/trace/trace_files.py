@@ -221,6 +221,7 @@ def _as_event(values: dict[str, Any]) -> Event:
     values["group"] = Group(values["group"]["name"], tuple(values["group"]["ranks"]))
     for name in ("inputs", "outputs", "splits"):
         values[name] = tuple(map(tuple, values.get(name, ())))
+    values["strides"] = tuple(values.get("strides", ()))
     if "where" in values:
         values["where"] = Frame(**values["where"])
     return Event(**values)

@@ -299,7 +299,7 @@ def test_a_replaced_function_is_put_back_in_a_warm_rank(capsys):
     def replace(rank, world_size, fails=False):
         os.chdir = torch.manual_seed = None
         torch.matmul = numpy.zeros(3)  # which cannot be compared
-        dist.all_reduce = lambda tensor: None
+        dist.all_reduce = dist.reduce  # of the same library
         torch.nn.Module.__call__ = None
         builtins.print = None
         if fails:

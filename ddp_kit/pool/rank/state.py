@@ -161,15 +161,20 @@ class Functions:
         replaced = []
         for name, original in self._originals.items():
             value = self._there.get(name)
-            if value is not original and not _is_by_library(value):
+            if value is not original and not _is_wrapped(name, value):
                 setattr(self._owner, name, original)
                 replaced.append(name)
         prefix = "" if self._owner is builtins else f"{self._owner.__name__}."
         return [f"{prefix}{name}" for name in replaced]
 
 
+def _is_wrapped(name: str, value: object) -> bool:
+    """Return whether a library has wrapped a function there, as `torch.compile` does."""
+    names = getattr(value, "__name__", ""), getattr(value, "__qualname__", "")
+    return (names[0] == name or "<locals>" in names[1]) and _is_by_library(value)
+
+
 def _is_by_library(function: object) -> bool:
-    """Return whether it is a function of a library, as one that `torch.compile` has wrapped is."""
     code = getattr(function, "__code__", None)
     return code is not None and not is_own(code.co_filename)
 
@@ -188,9 +193,10 @@ def _handlers() -> dict[signal.Signals, Any]:
 
 
 def _set_handlers(handlers: dict[signal.Signals, Any]) -> None:
-    for number, handler in _handlers().items():
+    now = _handlers()
+    for number in handlers.keys() | now.keys():
         before = handlers.get(number, signal.SIG_DFL)
-        if handler is not before:
+        if now.get(number, signal.SIG_DFL) is not before:
             signal.signal(number, before)
 
 
