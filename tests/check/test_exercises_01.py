@@ -23,7 +23,7 @@ def test_an_onlooker_who_waits_is_reported_and_drawn_as_a_deadlock(monkeypatch):
     with pytest.raises(kit.ExerciseError) as caught:
         kit.check.exercise_1_1(ping_pong, hint=1)
     error = caught.value
-    assert str(error) == (
+    assert str(error).startswith(
         "exercise 1.1, ping_pong(counter, rounds=1) on 3 ranks: it deadlocks\n" + str(error.error)
     )
     assert isinstance(error.error, kit.DeadlockError)
