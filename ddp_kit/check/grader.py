@@ -299,7 +299,6 @@ class Grader:
             hint = hint or reason
             if not hint and "'tuple' object does not support item assignment" in str(error):
                 hint = "tuple"
-            hint = hint or "an error"
             fact = FAILURES[type(error)]
             if line := _line_of_check(error):
                 fact += f" where the check uses it: {line}"
@@ -384,7 +383,7 @@ class Grader:
             getattr(error or self._result, "trace", None),
             Credit(self.parts),
         )
-        wrong.hint = "\n".join(self._steps.of(hint))
+        wrong.hint = "\n".join(self._steps.of(hint or ("an error" if error else "")))
         wrong.mistake = find(self.exercise.number, hint).mistake if hint else ""
         if part and self._wrong is not None:
             self._wrong[part] = str(wrong)
