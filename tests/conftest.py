@@ -14,8 +14,8 @@ from processes import BOUND, alive
 
 import ddp_kit as kit
 from ddp_kit import settings
+from ddp_kit.pool import live_view
 from ddp_kit.pool import pool as pool_module
-from ddp_kit.pool import view
 
 settings.LONGEST_FAILURE_GRACE = 5.0  # see quick_imports/sitecustomize.py
 
@@ -78,10 +78,10 @@ def watch(monkeypatch):
     """Return a function that has `look` called with the lines of the live view of each run."""
 
     def watch(look):
-        class Watching(view.LiveView):
+        class Watching(live_view.LiveView):
             def update(self, lines):
                 look(lines)
 
-        monkeypatch.setattr(view, "current", view.View(Watching))
+        monkeypatch.setattr(live_view, "current", live_view.View(Watching))
 
     return watch

@@ -23,8 +23,8 @@ from processes import wait_until
 import ddp_kit as kit
 from ddp_kit import settings
 from ddp_kit.notebook.live import as_table
-from ddp_kit.pool import view as pool_view
-from ddp_kit.pool.view import (
+from ddp_kit.pool import live_view
+from ddp_kit.pool.live_view import (
     LiveView,
     RankLine,
     TerminalView,
@@ -358,7 +358,7 @@ def test_only_the_ranks_of_a_run_are_listed_and_counted_after_others_were_lost(m
     for rank in ranks:
         rank.psutil.kill()
     wait_until(lambda: not any(rank.alive for rank in ranks), 100, "all ranks were killed")
-    monkeypatch.setattr(pool_view, "current", View(Watching))
+    monkeypatch.setattr(live_view, "current", View(Watching))
     pool.run(lambda rank, world_size: None, world_size=2)
     assert set(titles) <= {(2, "2 ranks are starting"), (2, "2 ranks at work")}
     assert titles[0] == (2, "2 ranks are starting")
@@ -454,7 +454,7 @@ def test_what_is_printed_last_is_shown_also_of_a_flood(watch, tmp_path):
     ],
 )
 def test_of_a_flood_the_first_and_last_are_shown(monkeypatch, capsys, text, shown):
-    monkeypatch.setattr(pool_view, "current", View(most_lines=4, most_characters=40))
+    monkeypatch.setattr(live_view, "current", View(most_lines=4, most_characters=40))
     print_output(["", text], kept=False)
     assert capsys.readouterr().out.splitlines() == [f"[rank 1] {line}" for line in shown]
 

@@ -17,7 +17,7 @@ from ddp_kit import settings
 from ddp_kit.error_text import Frame, RankFailure
 from ddp_kit.errors import PoolError, RankDiedError, RankError
 from ddp_kit.pool.other_hosts import OtherHosts
-from ddp_kit.pool.rank import environment, torchrun_worker
+from ddp_kit.pool.rank import torchrun_environment, torchrun_worker
 from ddp_kit.pool.result import Reports
 from ddp_kit.pool.wire import torchrun_store
 from ddp_kit.pool.wire.torchrun_store import Answer, RemoteReport, Sign, decode, encode
@@ -176,12 +176,12 @@ def test_a_rank_has_given_a_sign_when_its_worker_begins(far, monkeypatch):
     monkeypatch.setattr(builtins, "display", None, raising=False)  # it is put back
     monkeypatch.setattr(Board, "answer_with_stacks", lambda board: None)
     monkeypatch.setattr(torchrun_worker, "Observer", Mock())  # one that has not begun yet
-    monkeypatch.setattr(environment, "end_with_agent", lambda: None)
-    monkeypatch.setattr(environment, "rank_info", Mock())
+    monkeypatch.setattr(torchrun_environment, "end_with_agent", lambda: None)
+    monkeypatch.setattr(torchrun_environment, "rank_info", Mock())
     far.store.set(torchrun_store.OVER, "")
 
     def call(rank, world_size):
-        return environment.own_store().check([f"sign {rank}"]), None
+        return torchrun_environment.own_store().check([f"sign {rank}"]), None
 
     torchrun_worker._run_elsewhere(torchrun_worker.pack(SimpleNamespace(call=call)), 2)
     assert pickle.loads(decode(far.store.get("report 2")).value) is True

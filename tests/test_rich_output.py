@@ -10,8 +10,8 @@ from kernels import Cell, Kernel
 import ddp_kit as kit
 from ddp_kit import settings
 from ddp_kit.notebook.live import show_displayed
-from ddp_kit.pool import view
-from ddp_kit.pool.view import as_seen
+from ddp_kit.pool import live_view
+from ddp_kit.pool.live_view import as_seen
 
 SHARED = """
 import logging, sys
@@ -99,8 +99,8 @@ def test_what_was_displayed_before_an_error_is_shown(notebook):
     after = notebook.run("kit.run(lambda rank, world_size: None, world_size=2)")
     assert shown(after) == [], "nothing of one run is shown in the next"
     unseen = notebook.run(
-        "from ddp_kit.pool import view\n"
-        "with view.unseen():\n"
+        "from ddp_kit.pool import live_view\n"
+        "with live_view.unseen():\n"
         "    kit.run(lambda rank, world_size: display('unseen'), world_size=1)"
     )
     assert shown(unseen) == []
@@ -142,7 +142,7 @@ def test_of_a_flood_of_displays_the_first_are_shown(notebook):
 
 def test_a_display_that_fails_in_the_notebook_leaves_the_result_and_the_error(notebook):
     notebook.run(
-        "from ddp_kit.pool import view\n"
+        "from ddp_kit.pool import live_view\n"
         "def worker(rank, world_size, fails):\n"
         "    display({'text/plain': 5}, raw=True)\n"
         "    return 7 // (not fails)"
@@ -150,8 +150,8 @@ def test_a_display_that_fails_in_the_notebook_leaves_the_result_and_the_error(no
     cell = notebook.run("result = kit.run(worker, False, world_size=1)")
     assert cell.stdout == "rank 0: 5\n"
     notebook.run(
-        "before = view.current\n"
-        "view.use(view.View(show_displayed=lambda displayed: displayed['none']))"
+        "before = live_view.current\n"
+        "live_view.use(live_view.View(show_displayed=lambda displayed: displayed['none']))"
     )
     try:
         cell = notebook.run("result = kit.run(worker, False, world_size=1)")
@@ -160,7 +160,7 @@ def test_a_display_that_fails_in_the_notebook_leaves_the_result_and_the_error(no
         cell = notebook.raises("kit.run(worker, True, world_size=1)")
         assert "rank 0 raised ZeroDivisionError" in cell.rendered
     finally:
-        notebook.run("view.use(before)")
+        notebook.run("live_view.use(before)")
 
 
 def test_a_display_that_is_wrong_is_an_error_of_the_rank(notebook):
@@ -284,7 +284,7 @@ def test_a_bar_of_tqdm_is_a_bar_of_the_live_view(notebook, tmp_path):
 @pytest.fixture
 def live(monkeypatch):
     """A run has a live view, as on a terminal."""
-    monkeypatch.setattr(view, "current", view.View(view.LiveView))
+    monkeypatch.setattr(live_view, "current", live_view.View(live_view.LiveView))
 
 
 @pytest.mark.usefixtures("live")

@@ -26,7 +26,7 @@ from processes import BOUND
 import ddp_kit as kit
 from ddp_kit.lessons import torchrun as lesson
 from ddp_kit.lessons.init_methods import free_ports
-from ddp_kit.pool import view
+from ddp_kit.pool import live_view
 
 pytestmark = pytest.mark.usefixtures("forked_torchrun")
 torchrun = functools.partial(kit.torchrun, nproc_per_node=2)
@@ -58,11 +58,11 @@ def agents():
     return found
 
 
-class Shown(view.LiveView):
+class Shown(live_view.LiveView):
     """A view that remembers what every rank was doing, and for how long."""
 
     def __init__(self, _world_size=0):
-        self.lines: list[list[view.RankLine]] = []
+        self.lines: list[list[live_view.RankLine]] = []
 
     def update(self, lines):
         self.lines.append(list(lines))
@@ -86,7 +86,7 @@ def a_run():
     numbers = {"nproc_per_node": 2, "nnodes": 1}
     numbers = {name: numpy.int64(number) for name, number in numbers.items()}
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as out:
-        patch.setattr(view, "current", view.View(lambda world_size: shown))
+        patch.setattr(live_view, "current", live_view.View(lambda world_size: shown))
         patch.setenv("PET_NNODES", "2")
         patch.setenv("TORCHELASTIC_RESTART_COUNT", "7")
         result = kit.torchrun(worker, 5, **numbers)

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ddp_kit as kit
 from ddp_kit import settings
 from ddp_kit.error_text import Wait
-from ddp_kit.pool.view import draw_bar
+from ddp_kit.pool.live_view import draw_bar
 from ddp_kit.trace import (
     EMPTY,
     Board,

@@ -17,7 +17,7 @@ import traces
 import ddp_kit as kit
 from ddp_kit.lessons import collectives, point_to_point
 from ddp_kit.lessons._launch import Ranks
-from ddp_kit.pool.rank.environment import clock_name, compare_clocks
+from ddp_kit.pool.rank.torchrun_environment import clock_name, compare_clocks
 from ddp_kit.trace import Clock, Trace, TraceFolder
 from ddp_kit.trace.events import Event, Group
 

@@ -26,9 +26,9 @@ from ddp_kit.backends import mpi
 from ddp_kit.comparison import Comparison
 from ddp_kit.errors import BackendError, KitError, PoolError, ProofError
 from ddp_kit.pool.ipython import shell
-from ddp_kit.pool.rank import environment
+from ddp_kit.pool.live_view import print_output
+from ddp_kit.pool.rank import torchrun_environment
 from ddp_kit.pool.result import Result
-from ddp_kit.pool.view import print_output
 from ddp_kit.trace import (
     EMPTY,
     BoardCopy,
@@ -125,7 +125,7 @@ class Ranks:
         """Make the traces of all processes fit together, once all have joined."""
         if self._folder is not None:
             with self._group():
-                self._folder.clock = environment.compare_clocks()
+                self._folder.clock = torchrun_environment.compare_clocks()
 
     def say(self, line: str) -> None:
         """Print a line in one process only."""
@@ -151,9 +151,9 @@ def open_ranks(
     backend that is unavailable.
     """
     if not (
-        environment.started_by_torchrun()
+        torchrun_environment.started_by_torchrun()
         or mpi.started_by_mpiexec()
-        or environment.started_by_hand()
+        or torchrun_environment.started_by_hand()
     ):
         size = settings.WORLD_SIZE if world_size is None else world_size
         size = pool.check_world_size(size)
@@ -190,10 +190,10 @@ def _open_folder(trace: str | None, clear: bool = True) -> TraceFolder | None:
 
 def _join_others(world_size: int | None, backend: str, trace: str | None, init: bool) -> Ranks:
     """Make this process, which a launcher has started, one of the ranks."""
-    by_mpiexec = mpi.started_by_mpiexec() and not environment.started_by_torchrun()
+    by_mpiexec = mpi.started_by_mpiexec() and not torchrun_environment.started_by_torchrun()
     launcher, option = ("mpiexec", "-n") if by_mpiexec else ("torchrun", "--nproc-per-node")
-    environment.end_with_agent()
-    info = mpi.rank_info() if by_mpiexec else environment.rank_info()
+    torchrun_environment.end_with_agent()
+    info = mpi.rank_info() if by_mpiexec else torchrun_environment.rank_info()
     rank, started, local_rank, local_size = info
     if world_size not in (None, started):
         raise PoolError(
@@ -220,7 +220,7 @@ def _join_others(world_size: int | None, backend: str, trace: str | None, init: 
         join = functools.partial(_join_mpi_group, rank, started)
     else:
         name = backends.for_group(chosen) if init else "gloo"
-        join = functools.partial(environment.join_group, name)
+        join = functools.partial(torchrun_environment.join_group, name)
     if init:
         join()
     return Ranks(started, backend, rank, folder, join=None if init else join)

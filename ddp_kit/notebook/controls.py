@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ddp_kit.error_text import count
 from ddp_kit.errors import PoolError
-from ddp_kit.pool import Result, check_world_size, interruptible, run, view
+from ddp_kit.pool import Result, check_world_size, interruptible, live_view, run
 from ddp_kit.pool.ipython import has_front_end
 
 if TYPE_CHECKING:
@@ -201,7 +201,7 @@ class Panel:
             return
         self._waiting, (settings, step, again) = None, request
         try:
-            with view.unseen(), interruptible():
+            with live_view.unseen(), interruptible():
                 if again or settings != self._explorer.settings:
                     self._say(f"running on {count(settings['world_size'], 'rank')} ...")
                     self._explorer.run(settings)

@@ -19,17 +19,17 @@ from IPython.display import display
 
 from ddp_kit import errors, settings
 from ddp_kit.error_text import name_ranks
-from ddp_kit.pool import end_all, view
+from ddp_kit.pool import end_all, live_view
+from ddp_kit.pool.live_view import RankLine, format_progress, heading, in_short
 from ddp_kit.pool.pool import start_after_cell
 from ddp_kit.pool.result import beside_rank
-from ddp_kit.pool.view import RankLine, format_progress, heading, in_short
 from ddp_kit.pool.wire.messages import Bundle
 
 _OLD = settings.LIVE_VIEW_OLD_AFTER
 STALE = f"(not updated for {_OLD} s: the kernel was restarted, or the page was opened again)"
 
 
-class NotebookView(view.LiveView):
+class NotebookView(live_view.LiveView):
     """A display that shows what each rank does; it begins and ends empty.
 
     nbval compares what a display showed first, and the saved notebook contains what it showed
@@ -67,7 +67,7 @@ def as_table(title: str, lines: Sequence[RankLine]) -> str:
 
     Each update starts the animation anew. A page that gets none any more shows that it is old.
     """
-    table = "".join(_row(name, line) for name, line in view.rows(lines))
+    table = "".join(_row(name, line) for name, line in live_view.rows(lines))
     style = "@keyframes ddp-kit-old { to { visibility: visible } }"
     old = f'<em style="visibility: hidden; animation: ddp-kit-old 0s {_OLD}s forwards">{STALE}</em>'
     return f"<style>{style}</style><div>{title} {old}</div><table>{table}</table>"
@@ -137,10 +137,10 @@ def take_over() -> None:
     """Show the runs of this process in the notebook, and start the first ranks."""
     # `%run -m` of a lesson that a cell has imported is fine; runpy warns about it on stderr.
     warnings.filterwarnings("ignore", r"'ddp_kit\.lessons\.\w+' found in sys\.modules")
-    view.use(view.View(show_displayed=show_displayed))
+    live_view.use(live_view.View(show_displayed=show_displayed))
     get_ipython().events.register("post_run_cell", _explain_run)
     if hasattr(get_ipython(), "kernel"):  # IPython in a terminal has a terminal's live view
         most = settings.OUTPUT_LINES_SHOWN, settings.OUTPUT_CHARACTERS_SHOWN
-        view.use(view.View(NotebookView, show_displayed, _draw_waits, *most))
+        live_view.use(live_view.View(NotebookView, show_displayed, _draw_waits, *most))
         get_ipython().observe(lambda change: end_all(change["new"]), "exit_now")
         start_after_cell()

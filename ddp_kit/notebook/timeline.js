@@ -1,5 +1,5 @@
 // A timeline to zoom into. All data is in the page, so it works without the kernel. This file is the
-// last part of a module that begins with MOST_LINES, timeline_data.js and timeline_drawing.js.
+// last part of a module that begins with MOST_LINES, timeline_words.js and timeline_drawing.js.
 
 const NAMES = ["in a send", "in a receive", "in a collective", "under way: called, not yet complete"];
 const HELP = "Scroll to zoom and drag to move. Click an event to mark it on every rank. "

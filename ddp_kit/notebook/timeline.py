@@ -46,7 +46,7 @@ class TimelineWidget(anywidget.AnyWidget):
 
     # One module: the front end of a widget cannot import another file.
     _esm = f"const MOST_LINES = {settings.TIMELINE_LINES};\n" + "\n".join(
-        _read(f"{name}.js") for name in ("timeline_data", "timeline_drawing", "timeline")
+        _read(f"{name}.js") for name in ("timeline_words", "timeline_drawing", "timeline")
     )
     _css = _read("timeline.css")
     lanes = List().tag(sync=True)

@@ -9,12 +9,12 @@ result.py          what the ranks have reported: a `Result`, or the error if som
 other_hosts.py     the same of ranks on other hosts
 ranks.py           the ranks of a pool, and one rank's process: send to it, receive, end it
 launchers.py       who starts the processes: spawn or mpiexec
-view.py            what is shown while a run lasts, and printed after it
+live_view.py       what is shown while a run lasts, and printed after it
 interrupts.py      when Ctrl-C and the notebook's stop button take effect
 ipython.py         what IPython knows about the notebook's cells
 private_folder.py  a pool's temporary folder
 rank/              what runs in the process of a rank, and nowhere else
-wire/              what travels between the two, and after which silence a host is lost
+wire/              what travels between the two
 """
 
 from ddp_kit.pool.interrupts import interruptible

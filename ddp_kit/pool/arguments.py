@@ -20,7 +20,7 @@ import psutil
 from ddp_kit import settings
 from ddp_kit.backends import choose_backend
 from ddp_kit.errors import KitError, PoolError
-from ddp_kit.pool import view
+from ddp_kit.pool import live_view
 from ddp_kit.pool.wire import messages, pickling
 
 FILES_A_RANK = 5  # control and print pipe, board, and two that multiprocessing holds
@@ -211,7 +211,7 @@ def check_signature(worker: Callable[..., Any], args: tuple, set_by: str = "worl
             f"and {set_by} sets the number of ranks"
         ) from None
     if first == ["world_size", "rank"]:
-        view.say(
+        live_view.say(
             f"{name} gets the rank as its first argument, which it calls world_size: write "
             f"{name}(rank, world_size)"
         )

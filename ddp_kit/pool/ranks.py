@@ -25,7 +25,7 @@ import psutil
 
 from ddp_kit.error_text import Frame, name_ranks
 from ddp_kit.errors import KitError, PoolError
-from ddp_kit.pool import ipython, view
+from ddp_kit.pool import ipython, live_view
 from ddp_kit.pool.interrupts import holding_interrupt
 from ddp_kit.pool.private_folder import PrivateFolder
 from ddp_kit.pool.wire import pickling
@@ -382,7 +382,7 @@ class RankProcesses:
                 stop_ranks([self.ranks[number] for number in old])
             changed = set().union(*old.values())
             names = " and ".join(sorted({os.path.basename(file) for file in changed}))
-            view.say(f"{names} changed on disk: restarting {name_ranks(old)}")
+            live_view.say(f"{names} changed on disk: restarting {name_ranks(old)}")
 
     def end_unused(self, seconds: float) -> float | None:
         """End the ranks if no run has used them for so many seconds, and they hold no names.
@@ -442,8 +442,10 @@ def current_environment() -> Environment:
             "the notebook's working directory no longer exists; os.chdir to one that does"
         ) from None
     path, variables = tuple(map(str, sys.path)), dict(os.environ)
-    in_notebook = view.current.show_displayed is not None
-    return Environment(path, folder, _argv(in_notebook), variables, in_notebook, view.is_live())
+    in_notebook = live_view.current.show_displayed is not None
+    return Environment(
+        path, folder, _argv(in_notebook), variables, in_notebook, live_view.is_live()
+    )
 
 
 def _argv(in_notebook: bool) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ from ddp_kit.error_text import (
     name_ranks,
 )
 from ddp_kit.errors import DeadlockError, KitError, MismatchError, RankError
-from ddp_kit.pool import ipython, view
+from ddp_kit.pool import ipython, live_view
 from ddp_kit.pool.deadlock_watch import DeadlockWatch
 from ddp_kit.pool.interrupts import check_main_thread, holding_interrupt, show_interrupt
 from ddp_kit.pool.other_hosts import OtherHosts
@@ -54,7 +54,7 @@ class Run:
         self._processes, self._world_size, self._number = processes, world_size, number
         self._has_begun = False  # the worker was sent; before that the ranks form their group
         self._ranks: list[RankHandle] = []
-        self._view = view.LiveView(world_size)
+        self._view = live_view.LiveView(world_size)
         self._opened = time.monotonic()
         self._since: dict[int, tuple[tuple, float]] = {}  # what each rank is doing, and since when
         self._reports = Reports()
@@ -74,7 +74,7 @@ class Run:
         try:
             environment = current_environment()
             processes.restart_changed(self._world_size)
-            self._view = view.current.open_live(self._world_size * processes.launcher.hosts)
+            self._view = live_view.current.open_live(self._world_size * processes.launcher.hosts)
             processes.get_ready(self._world_size, backend, self._show_start)
             self._begin(processes.ranks)
             try:
@@ -88,7 +88,7 @@ class Run:
                     output = self._close()
                     processes.end_run(intact)
                 interrupted = isinstance(sys.exc_info()[1], KeyboardInterrupt)
-                view.print_output(output, kept=not interrupted)
+                live_view.print_output(output, kept=not interrupted)
             self._print_notices()
             self._show_displayed()
             try:
@@ -205,11 +205,11 @@ class Run:
             self._verdict = self._watch.look(now, returned, self._reports.threads)
             for line in self._watch.notices:
                 self._view.close()  # it is shown again below the line
-                view.say(line)
+                live_view.say(line)
             self._watch.notices.clear()
         return self._verdict is not None
 
-    def _line(self, number: int) -> view.RankLine:
+    def _line(self, number: int) -> live_view.RankLine:
         rank, reports, seconds = self._ranks[number], self._reports, None
         head = rank.board.head()
         if number in reports.returned:
@@ -232,8 +232,8 @@ class Run:
                 doing, seconds = f"waiting in {wait[0]}", round((now - wait[1]) / 1e9, 1)
         if doing not in ("done", "raised", "ended") and seconds is None:
             seconds = self._seconds(number, doing, head.moves)
-        newest = view.newest_line(rank.board.label() or rank.output.newest)
-        return view.RankLine(doing, seconds, rank.board.progress(), newest)
+        newest = live_view.newest_line(rank.board.label() or rank.output.newest)
+        return live_view.RankLine(doing, seconds, rank.board.progress(), newest)
 
     def _seconds(self, number: int, *state: object) -> int | None:
         """Return how long a rank has been in this state, in seconds; None if less than one."""
@@ -246,7 +246,7 @@ class Run:
 
     def _show_start(self, doing: list[str]) -> None:
         lines = enumerate(doing)
-        self._view.update([view.RankLine(what, self._seconds(n, what)) for n, what in lines])
+        self._view.update([live_view.RankLine(what, self._seconds(n, what)) for n, what in lines])
 
     def _snapshot(self, number: int) -> Snapshot:
         """Return what is on a rank's board; nothing if that is about another run."""
@@ -318,7 +318,7 @@ class Run:
         if isinstance(error, MismatchError):
             error.result = result
         else:
-            error.draw_waits = view.current.draw_waits
+            error.draw_waits = live_view.current.draw_waits
         if self._reports.handled:
             rank, handled = min(self._reports.handled.items())
             error.hint = f"The {handled.type} of rank {rank} may be the reason. {error.hint}"
@@ -338,32 +338,32 @@ class Run:
             threads = self._reports.threads
             for name in dict.fromkeys(threads.values()):
                 ranks = name_ranks(rank for rank, left in threads.items() if left == name)
-                view.say(f"restarting {ranks}: the worker left its thread {name!r} running")
+                live_view.say(f"restarting {ranks}: the worker left its thread {name!r} running")
         if len(self._reports.returned) == len(self._ranks):
             events = (event for snapshot in self._snapshots for event in snapshot.unawaited)
             for line in format_unawaited({Wait(e.rank, e.call, e.where) for e in events}):
-                view.say(line)
+                live_view.say(line)
             notes = [(each.rank, *note) for each in self._snapshots for note in each.notes]
             for line in format_notes(notes):
-                view.say(line)
+                live_view.say(line)
         once = torch_internals.notices()
         if any(reply.payload.from_gpu for reply in self._reports.returned.values()):
             once.append("tensors returned from a GPU were copied to the CPU")
-        for line in once if view.current.visible else []:
+        for line in once if live_view.current.visible else []:
             if line not in self._processes.notified:
                 self._processes.notified.add(line)
-                view.say(line)
+                live_view.say(line)
 
     def _show_displayed(self) -> None:
         """Show what ranks have displayed; of one that was stopped it is unknown."""
         replies = self._reports.replies.items()
         displayed = {rank: reply.displayed for rank, reply in replies if reply.displayed}
-        show = view.current.show_displayed
-        if displayed and view.current.visible and show is not None:
+        show = live_view.current.show_displayed
+        if displayed and live_view.current.visible and show is not None:
             try:
                 show(displayed)
             except Exception as error:  # the result or the error of the run matters more
-                view.say(f"what the ranks displayed cannot be shown: {error!r}")
+                live_view.say(f"what the ranks displayed cannot be shown: {error!r}")
 
     def positions(self) -> list[str]:
         """Return lines that say where the ranks were when the run was stopped."""

@@ -30,6 +30,7 @@ from ddp_kit.pool.arguments import (
 from ddp_kit.pool.arguments import pack as pack_worker
 from ddp_kit.pool.interrupts import holding_interrupt, show_interrupt
 from ddp_kit.pool.launchers import Program
+from ddp_kit.pool.live_view import print_output
 from ddp_kit.pool.other_hosts import OtherHosts
 from ddp_kit.pool.pool import check_world_size
 from ddp_kit.pool.private_folder import PrivateFolder, sweep
@@ -38,7 +39,6 @@ from ddp_kit.pool.rank.torchrun_worker import pack as pack_task
 from ddp_kit.pool.ranks import RankProcesses
 from ddp_kit.pool.result import Result
 from ddp_kit.pool.run_loop import Run
-from ddp_kit.pool.view import print_output
 from ddp_kit.pool.wire.messages import SOCKET
 from ddp_kit.trace import EMPTY, RankTrace, Snapshot, join, join_rank_traces
 

@@ -8,8 +8,8 @@ from notebook import Notebook
 pytestmark = pytest.mark.usefixtures("forked_torchrun")
 
 BOUND = 60  # seconds for a verdict; README.md has the true figures
-# The last rank may come 5 s after the others. Until 20 s have passed, all ranks are judged together:
-# with equal limits, those that came first would be judged without the last one.
+# The last rank may come 5 s after the others. Until 20 s have passed, all are judged together; with
+# equal limits, those that came first would be judged without the last one.
 ALL_ARE_THERE = "settings.RUN_JUDGED_AFTER, settings.RANKS_JUDGED_AFTER = 5, 20"
 
 MUTUAL = """

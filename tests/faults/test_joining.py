@@ -17,7 +17,7 @@ from processes import BOUND
 
 import ddp_kit as kit
 from ddp_kit import torch_internals
-from ddp_kit.pool.rank import environment, torchrun_worker
+from ddp_kit.pool.rank import torchrun_environment, torchrun_worker
 
 N = 6
 TRIES = 100  # with one failure in fifty tries, all of them would pass in 13 % of the runs
@@ -25,10 +25,10 @@ TRIES = 100  # with one failure in fifty tries, all of them would pass in 13 % o
 
 def join_and_leave(rank, file):
     """Join a group as a rank of `kit.torchrun` does, and end at once."""
-    os.environ |= dict.fromkeys(environment.NAMES, "0")
+    os.environ |= dict.fromkeys(torchrun_environment.NAMES, "0")
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(N)}
-    environment.store = lambda: dist.FileStore(file, N)
-    environment.join_group("gloo", timedelta(seconds=BOUND))
+    torchrun_environment.store = lambda: dist.FileStore(file, N)
+    torchrun_environment.join_group("gloo", timedelta(seconds=BOUND))
     torchrun_worker._leave_group()
 
 

@@ -24,7 +24,7 @@ from ddp_kit.lessons import (
     what_happens_at_1024,
 )
 from ddp_kit.lessons._launch import prove
-from ddp_kit.pool.rank import environment
+from ddp_kit.pool.rank import torchrun_environment
 
 PROOFS = {
     "start_here": "start_here: {}, each one a process, and all hold the same sum\n",
@@ -137,7 +137,7 @@ def test_torchrun_refuses_another_world_size(monkeypatch):
     met = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "none"}
     for variable, value in (place | met).items():
         monkeypatch.setenv(variable, value)
-    monkeypatch.setattr(environment, "end_with_agent", lambda: None)
+    monkeypatch.setattr(torchrun_environment, "end_with_agent", lambda: None)
     with pytest.raises(
         kit.PoolError, match="torchrun has started 2 ranks, but --world-size is 3; leave out"
     ):

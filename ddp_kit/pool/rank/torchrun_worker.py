@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 from ddp_kit import backends, settings
 from ddp_kit.errors import PoolError
-from ddp_kit.pool.rank import environment
+from ddp_kit.pool.rank import torchrun_environment
 from ddp_kit.pool.rank.bootstrap import connect, leave, serve_connected
 from ddp_kit.pool.rank.server import GROUP_TIMEOUT, call_worker, describe
 from ddp_kit.pool.rank.server import pack as pack_value
@@ -81,7 +81,7 @@ class Task:
         global _failed
         os.environ.clear()
         os.environ.update(_environment)
-        _, started, *_ = environment.rank_info()
+        _, started, *_ = torchrun_environment.rank_info()
         try:
             if started != world_size:
                 raise PoolError(
@@ -100,17 +100,17 @@ class Task:
         The rank stays in the process group, as those of a pool do: others would report a broken
         connection instead of what they were waiting for.
         """
-        _, _, local_rank, local_size = environment.rank_info()
+        _, _, local_rank, local_size = torchrun_environment.rank_info()
         clock = None
         if local_size < world_size:
             with unrecorded():
-                environment.join_group("gloo")
-                clock = environment.compare_clocks()
+                torchrun_environment.join_group("gloo")
+                clock = torchrun_environment.compare_clocks()
                 dist.destroy_process_group()
         backends.share_cores(local_size)
         backends.take_device(self.backend or "gloo", local_rank)
         if self.backend is not None:
-            environment.join_group(backends.for_group(self.backend), GROUP_TIMEOUT)
+            torchrun_environment.join_group(backends.for_group(self.backend), GROUP_TIMEOUT)
         value = call_worker(self.worker, rank, world_size, self.args)
         pack_value(value).close()  # raises for what cannot be sent
         return value, clock
@@ -125,7 +125,7 @@ def run(packed: str) -> None:
     """Run as a rank of the task in `packed`; exit with 1 if its worker has failed."""
     _environment.update(os.environ)
     path = _environment.pop(SOCKET, None)
-    rank = environment.rank_info().rank
+    rank = torchrun_environment.rank_info().rank
     if path is None:
         _run_elsewhere(packed, rank)
         leave(0)
@@ -142,11 +142,11 @@ def pack(task: Task) -> str:
 
 def _run_elsewhere(packed: str, rank: int) -> None:
     """Run the task on another host; put a report of it into the store."""
-    world_size = environment.rank_info().world_size
+    world_size = torchrun_environment.rank_info().world_size
     board, report, printed = Board(), RemoteReport(), KeptOutput()
     observer = Observer(board, rank)  # a fork, which shares the board
     os.register_at_fork(after_in_child=board.unshare)
-    environment.end_with_agent()  # not the observer, which reports that this process has ended
+    torchrun_environment.end_with_agent()  # not the observer, which reports that it has ended
     board.answer_with_stacks()
     # Only the ranks on the notebook's host show pictures.
     builtins.display = lambda *values, **_options: print(*values)  # type: ignore[attr-defined]
@@ -154,7 +154,7 @@ def _run_elsewhere(packed: str, rank: int) -> None:
     how, recorder = wire.RETURNED, None
     try:
         # Before anything else can happen: the notebook counts a rank's silence from its first sign.
-        environment.own_store().set(f"sign {rank}", encode(Sign(-1, False, board.head())))
+        torchrun_environment.own_store().set(f"sign {rank}", encode(Sign(-1, False, board.head())))
         with (
             recording(InternTable(board), 1, rank) as recorder,
             redirect_stdout(out),
@@ -179,7 +179,7 @@ def _run_elsewhere(packed: str, rank: int) -> None:
 
 def _send(report: RemoteReport, rank: int, how: str) -> None:
     """Put a report into the store. If the worker has returned, wait until all have."""
-    store = environment.own_store()
+    store = torchrun_environment.own_store()
     store.set(f"report {rank}", encode(report))
     store.append(wire.ENDS, f"{rank} {how}\n")
     if how == wire.RETURNED:
@@ -304,7 +304,7 @@ class _Observation:
 
     def _talk(self) -> None:
         try:
-            store = environment.own_store()
+            store = torchrun_environment.own_store()
             answered, number = store.add(wire.ASKED, 0), 0
             while True:
                 lived = self._rank_lives

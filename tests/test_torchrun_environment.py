@@ -11,7 +11,7 @@ import ddp_kit as kit
 from ddp_kit import settings
 from ddp_kit.lessons import point_to_point
 from ddp_kit.lessons.init_methods import free_ports
-from ddp_kit.pool.rank import environment
+from ddp_kit.pool.rank import torchrun_environment
 
 VARIABLES = {
     "RANK": "1",
@@ -37,9 +37,9 @@ def set_environ(monkeypatch):
 
 def test_rank_info_is_read_from_the_environment(set_environ):
     set_environ()
-    assert environment.rank_info() == (1, 4, 1, 2)
+    assert torchrun_environment.rank_info() == (1, 4, 1, 2)
     set_environ(LOCAL_WORLD_SIZE=None)  # the others were set by hand, on one host
-    assert environment.rank_info() == (1, 4, 1, 4)
+    assert torchrun_environment.rank_info() == (1, 4, 1, 4)
 
 
 @pytest.mark.parametrize(
@@ -69,18 +69,18 @@ def test_an_address_at_which_nothing_listens_is_reported(set_environ, monkeypatc
     set_environ(MASTER_PORT=str(free_ports(1)[0]))
     monkeypatch.setattr(settings, "JOIN_TIMEOUT", 1)
     with pytest.raises(kit.PoolError, match=r"did not meet at 127\.0\.0\.1:\d+ within 1 s"):
-        environment.store.__wrapped__()
+        torchrun_environment.store.__wrapped__()
 
 
 def test_two_processes_with_one_rank_are_reported(set_environ, monkeypatch):
     set_environ()
     store = dist.HashStore()
-    monkeypatch.setattr(environment, "store", lambda: store)
+    monkeypatch.setattr(torchrun_environment, "store", lambda: store)
     monkeypatch.setattr(dist, "init_process_group", lambda *args, **kwargs: None)
-    monkeypatch.setattr(environment, "_groups", count())
-    environment.join_group("gloo")
+    monkeypatch.setattr(torchrun_environment, "_groups", count())
+    torchrun_environment.join_group("gloo")
     monkeypatch.setattr(
-        environment, "_groups", count()
+        torchrun_environment, "_groups", count()
     )  # another process counts from the first, too
     with pytest.raises(kit.PoolError, match="two processes have rank 1"):
-        environment.join_group("gloo")
+        torchrun_environment.join_group("gloo")
