@@ -95,6 +95,12 @@ class Exercise:
         """The names of its parts, each of which is worth a point."""
         return list(dict.fromkeys([*self.names, *self.others]))
 
+    @property
+    def alone(self) -> bool:
+        """Whether an answer is always tried on one rank; then no message names a rank."""
+        sizes = [case[0] if isinstance(case, tuple) else case for case in self.cases]
+        return bool(sizes) and not any(isinstance(size, int) and size > 1 for size in sizes)
+
     def grader(self, *args: Any) -> Grader:
         """Return what grades an answer. args: those of Grader after the first."""
         return Grader(self, *args)
@@ -272,7 +278,8 @@ class Grader:
         that it may not call, PoolError if the answer cannot be sent to the ranks, and BackendError
         if gloo is unavailable.
         """
-        self.case, self._result = f"{case or self.form} on {count(world_size, 'rank')}", None
+        ranks = "" if self.exercise.alone else f" on {count(world_size, 'rank')}"
+        self.case, self._result = f"{case or self.form}{ranks}", None
         printed = io.StringIO()
         timeout = TIMEOUT if self._end is None else self._end - time.monotonic()
         if timeout <= 0:
@@ -335,7 +342,8 @@ class Grader:
         """
         found = list(found)
         wrong = [
-            f"rank {rank} should {verb} {format_value(want)}{place} "
+            f"{'it' if self.exercise.alone else f'rank {rank}'} should {verb} "
+            f"{format_value(want)}{place} "
             f"but {verb}s {format_value(have, against=want)}"
             for rank, (want, have) in enumerate(zip(wanted, found, strict=True))
             if not same(want, have)

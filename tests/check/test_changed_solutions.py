@@ -62,7 +62,7 @@ FACTS = {
     "10.3 float16": "but holds [inf, inf, inf]",
     "11.1 rank as device": "exercise 11.1, my_place(2) on 4 ranks: wrong result\n",
     "11.2 not step 0": "rank 0 should hold 0 in the step without a checkpoint but holds 1\n",
-    "12.1 once round": "two_costs(8, 4000, 1, 0) on 1 rank: wrong result\nrank 0 should hold 14 "
+    "12.1 once round": "two_costs(8, 4000, 1, 0): wrong result\nit should hold 14 "
     "in the seconds of the ring but holds 7\n",
     "12.4 percentage": "should return 0.412308 but returns 41.2308\n",
     "17.2 not divided": "exercise 17.2, backward(stage, x, target, 2) on 2 ranks: wrong result\n",

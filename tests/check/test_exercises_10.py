@@ -32,7 +32,7 @@ def choosing(cpu="gloo", gpu="nccl", shared="gloo", both="cpu:gloo,cuda:nccl"):
         (
             {"shared": "cuda:gloo"},
             "device left out",
-            "backend_for({'cpu', 'cuda'}, 2) on 1 rank: it returns 'cuda:gloo', which",
+            "backend_for({'cpu', 'cuda'}, 2): it returns 'cuda:gloo', which",
         ),
         ({"cpu": "cpu:gloo,cuda:nccl"}, "nccl without GPUs", "which needs a GPU"),
         ({"gpu": "gloo"}, "gloo on own GPUs", "which sends tensors of GPUs by gloo"),
