@@ -147,7 +147,9 @@ class Comparison:
         """Return what a run did, by its result or its error."""
         if isinstance(ended, Exception):
             failures = getattr(ended, "failures", {}).values()
-            kinds = [type(ended).__name__, *sorted({one.type for one in failures})]
+            # Which attribute is missing tells one mistake from another.
+            told = {f"{f.type} {f.message * (f.type == 'AttributeError')}" for f in failures}
+            kinds = [type(ended).__name__, *sorted(told)]
             waits = (f"{wait.rank} {wait.op}" for wait in getattr(ended, "waits", ()))
             return Outcome(kinds, [], [Used(each, 0) for each in waits])
         return Outcome([], self.together(ended), self.used(ended.trace, *case))

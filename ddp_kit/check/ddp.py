@@ -86,14 +86,20 @@ def _gradients(module: nn.Module, place: str) -> dict[str, torch.Tensor]:
     }
 
 
-class _Noted:
-    """A Work that notes when somebody waits for it."""
+WRITTEN = "written to before its all_reduce was waited for"
 
-    def __init__(self, work: dist.Work, notes: list) -> None:
-        self._work, self._notes = work, notes
+
+class _Noted:
+    """A Work that notes when somebody waits for it, and whether its tensor was written before."""
+
+    def __init__(self, work: dist.Work, tensor: torch.Tensor, notes: list) -> None:
+        self._work, self._tensor, self._notes = work, tensor, notes
+        self._version = tensor._version
 
     def wait(self, *args: Any) -> Any:
         self._notes.append("wait")
+        if self._tensor._version != self._version:
+            self._notes.append(WRITTEN)
         return self._work.wait(*args)
 
     def __getattr__(self, name: str) -> Any:
@@ -110,7 +116,7 @@ def noting(notes: list) -> Iterator[None]:
         work = all_reduce(tensor, *args, **named)
         if work is None:
             notes.append("wait")
-        return work and _Noted(work, notes)
+        return work and _Noted(work, tensor, notes)
 
     with patch.object(dist, "all_reduce", noted):
         yield
@@ -207,6 +213,9 @@ def _hooked(rank: int, world_size: int, ddp: Callable) -> dict:
         found = _overlap(notes)
         model.finish_gradient_synchronization()
     found |= _gradients(module, "after finish_gradient_synchronization()")
+    found |= {name: parameter.detach() for name, parameter in module.named_parameters()}
+    if WRITTEN in notes:  # then the numbers depend on luck
+        found = dict.fromkeys(found, f"a gradient that was {WRITTEN}")
     travels = module.heads[0].bias
     model.sending[travels] = SimpleNamespace(wait=lambda: None)
     try:

@@ -51,6 +51,10 @@ SENT = "no more is sent than needed"  # a part of many exercises
 UNCHANGED = "unchanged"  # a mistake of many exercises
 _MOST_SHOWN = 8  # numbers of a tensor
 _MOST_PRINTED = 10_000  # characters of what an answer prints: half of them the last
+MISTAKES = {  # by what the error says, in any exercise
+    "'tuple' object does not support item assignment": "tuple",
+    "NotImplementedError: Exercise ": "another gap",
+}
 FAILURES: dict[type[Exception], str] = {
     RankError: "it raised an error",
     DeadlockError: "it deadlocks",
@@ -304,8 +308,7 @@ class Grader:
                 reason = next((name for words, name in reason.items() if words in str(error)), "")
             hint = failed(error) if failed else ""
             hint = hint or reason
-            if not hint and "'tuple' object does not support item assignment" in str(error):
-                hint = "tuple"
+            hint = hint or next((n for words, n in MISTAKES.items() if words in str(error)), "")
             fact = FAILURES[type(error)]
             if line := _line_of_check(error):
                 fact += f" where the check uses it: {line}"
@@ -610,8 +613,9 @@ def format_value(value: Any, against: Any = None) -> str:
     numbers = [f"{number:g}" for number in value.flatten().tolist()]
     few = len(numbers) <= _MOST_SHOWN
     text = f"[{', '.join(numbers if few else [*numbers[:_MOST_SHOWN], '...'])}]"
+    text = text if value.dim() else numbers[0]
     if not isinstance(against, torch.Tensor):
-        return text
+        return text if against is None else f"a tensor of {text}"
     if (against.dtype, against.shape) != (value.dtype, value.shape):
         return f"{text} ({_kind(value)} instead of {_kind(against)})"
     if few:

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from itertools import pairwise
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from ddp_kit.check.compared import Used, compared, hunt, in_collectives
+from ddp_kit.check.compared import MANY, Used, compared, hunt, in_collectives
 from ddp_kit.check.grader import SENT, SIZES, name_counts
 from ddp_kit.trace import Trace
 
@@ -65,10 +66,11 @@ def small_layers(*sizes: int) -> nn.Sequential:
 
 
 def _gradient(rank: float, parameter: nn.Parameter) -> torch.Tensor | None:
-    """Return a gradient of a rank: means over 1 to 5 ranks are whole numbers."""
+    """Return a gradient of a rank. Means over 1 to 5 ranks are exact, and no whole numbers."""
     if not parameter.requires_grad:
         return None
-    return 60 * (rank + 1) + torch.arange(parameter.numel()).view_as(parameter).to(parameter.dtype)
+    counted = torch.arange(parameter.numel()).view_as(parameter).to(parameter.dtype)
+    return 60 * (rank + 1) + counted + 0.5
 
 
 def _averaged(rank: int, average: Callable, layers: nn.Module, *given: int) -> dict:
@@ -115,25 +117,44 @@ def _points() -> tuple[torch.Tensor, torch.Tensor]:
     return points[points[:, 0].argsort()], first
 
 
-@compared("3.a", "DataPartitioner(data, sizes)")
-def _partition(rank: int, world_size: int, partitioner: Callable) -> list[list[int]]:
-    sizes = [2 / (world_size + 1), *[1 / (world_size + 1)] * (world_size - 1)]
-    return partitioner(range(17), sizes).partitions
+DATA = range(100, 117)  # no item is its own position
 
 
-@compared("3.b", "average_gradients(model)")
+def _sizes(n: int) -> list[float]:
+    return [2 / (n + 1), *[1 / (n + 1)] * (n - 1)]
+
+
+@compared(
+    "3.a",
+    "DataPartitioner(data, sizes)",
+    call=lambda n: f"DataPartitioner({DATA}, [{', '.join(f'{size:.2f}' for size in _sizes(n))}])",
+)
+def _partition(rank: int, world_size: int, partitioner: Callable) -> dict:
+    return {"partitions": partitioner(DATA, _sizes(world_size)).partitions}
+
+
+@compared("3.b", "average_gradients(model)", spare=MANY)
 def _average_gradients(rank: int, world_size: int, average: Callable) -> dict:
     return _averaged(rank, average, model(frozen=False))
 
 
-compared("3.d", "average_gradients_flat(model)", "with one call")(_average_gradients)
+compared("3.d", "average_gradients_flat(model)", "with one call", used=in_collectives, spare=MANY)(
+    _average_gradients
+)
 
 
-@compared("3.c", "train_step(model, optimizer, images, labels)")
+def _add_up(model: nn.Module) -> None:
+    """Do something else than the lesson's `average_gradients`: which of the two was called?"""
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+
+
+@compared("3.c", "train_step(model, optimizer, images, labels, average)", spare=MANY)
 def _train_step(rank: int, world_size: int, train_step: Callable) -> dict:
     torch.manual_seed(0)
     layer = nn.Sequential(nn.Linear(4, 3), nn.LogSoftmax(dim=1))
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
     labels = torch.tensor([0, 1, 2])
-    losses = [train_step(layer, optimizer, torch.rand(3, 4) + rank, labels) for _ in range(2)]
+    images = [torch.rand(3, 4) + rank for _ in range(2)]
+    losses = [train_step(layer, optimizer, each, labels, _add_up) for each in images]
     return {"the losses": losses, **dict(layer.named_parameters())}

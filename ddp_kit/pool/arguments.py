@@ -207,8 +207,8 @@ def check_signature(worker: Callable[..., Any], args: tuple, set_by: str = "worl
         takes_both = f"write {name}(rank, world_size), because every worker gets both; "
         raise PoolError(
             f"{name}{signature} cannot be called as {name}(rank, world_size{passed}); "
-            f"{takes_both if len(first) < 2 else ''}extra arguments are passed to the worker, "
-            f"and {set_by} sets the number of ranks"
+            f"{takes_both if len(first) < 2 else ''}what follows the worker is passed on to "
+            f"it, and {set_by} sets the number of ranks"
         ) from None
     if first == ["world_size", "rank"]:
         live_view.say(

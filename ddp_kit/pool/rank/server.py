@@ -19,6 +19,9 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
+# Before there is a group: the defaults of its functions would keep the first one for ever.
+import torch.distributed.nn  # noqa: F401
+
 from ddp_kit import backends, torch_internals
 from ddp_kit.error_text import RankFailure, text_of
 from ddp_kit.pool.rank import displayed
