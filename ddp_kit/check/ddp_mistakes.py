@@ -105,7 +105,7 @@ def _average_statistics(
     }
 
 
-_UNREAD = {"key(s) in state_dict": "wrapper saved"} | dict.fromkeys(
+_UNREAD = {"key(s) in state_dict": "wrapper saved", "Weights only": "module saved"} | dict.fromkeys(
     ("FileNotFoundError", "EOFError", "UnpicklingError"), "read too early"
 )
 
@@ -139,7 +139,7 @@ def _save_and_load(
         try:
             return load(*args, **options)
         finally:
-            if rank > 0:
+            if rank > 0 and folder.exists():
                 tried.touch()
 
     with shared_folder(rank) as folder:
