@@ -74,7 +74,8 @@ def _top_k(rank: int, world_size: int, top_k: Callable) -> dict:
     average, found = top_k(2), {}
     numbers = ([8, -12, 1, 2, 3, 5], [7, 1, -16, 4, 2, 9], [-1, 9, 3, -10, 4, 2])[rank]
     for step in range(1, 5):
-        tensor = torch.tensor(numbers, dtype=torch.float32).view(2, 3) * (1 if step < 3 else 0.5)
+        # The zeros make the whole tensor much larger than what may be sent of it.
+        tensor = torch.tensor([*numbers, *[0.0] * 6]).view(3, 4) * (1 if step < 3 else 0.5)
         average(tensor)
         found[f"the tensor after step {step}"] = tensor
     return found
@@ -82,19 +83,20 @@ def _top_k(rank: int, world_size: int, top_k: Callable) -> dict:
 
 @compared("10.a", "votes(yes)", spare=MANY)
 def _votes(rank: int, world_size: int, votes: Callable) -> dict:
-    yes = torch.tensor(
-        ([True, True, False, True], [True, False, False, True], [True, True, False, False])[rank]
-    )
-    given, sizes, all_reduce = yes.clone(), [], dist.all_reduce
+    found, sizes, all_reduce = {}, [], dist.all_reduce
 
     def noted(tensor: torch.Tensor, *args: Any, **named: Any) -> Any:
         sizes.append(tensor.element_size())
         return all_reduce(tensor, *args, **named)
 
-    with patch.object(dist, "all_reduce", noted):
-        some, every, count = votes(given)
-    named = {"any rank": some, "every rank": every, "how many ranks": count.long()}
-    return {**named, "`yes` afterwards": given, "whether bytes are added up": 1 in sizes}
+    for votes_of in (("TTFT", "TFFT", "TTFF"), ("FTF", "FFF", "TFF")):  # in one all agree
+        yes = torch.tensor([vote == "T" for vote in votes_of[rank]])
+        with patch.object(dist, "all_reduce", noted):
+            some, every, count = votes(yes)
+        of = f" of {len(yes)}"
+        found |= {f"any rank{of}": some, f"every rank{of}": every, f"`yes` afterwards{of}": yes}
+        found[f"how many ranks{of}"] = count.long()
+    return found | {"whether bytes are added up": 1 in sizes}
 
 
 @compared("10.b", "measure(rank, world_size, operation, sizes, dtype, most)")

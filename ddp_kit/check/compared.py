@@ -41,7 +41,7 @@ from ddp_kit.pool import Result, run
 from ddp_kit.trace import Trace
 
 SPARE = 1.5  # times the bytes of the solution: there is more than one right answer
-MANY = 8.0  # the same, where wider numbers and whole objects are fine
+MANY = 32.0  # the same, where wider numbers and whole objects are fine
 OTHER = "otherwise"  # the mistake behind all results that no known one has
 HUNTED = "train(rank, world_size)"
 Worker = Callable[..., Any]

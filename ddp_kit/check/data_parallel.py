@@ -23,7 +23,8 @@ def _scatter(scatter: Callable) -> dict[str, str]:
     found = {}
     for rows, count in ((6, 2), (6, 4), (5, 4)):
         batch = torch.arange(float(rows))[:, None]
-        chunks = scatter(batch, [*[CPU] * (count - 1), META])
+        places = [META if place == min(count - 1, 2) else CPU for place in range(count)]
+        chunks = scatter(batch, places)
         for place in range(count):
             chunk = chunks[place] if place < len(chunks) else None
             name = f"the chunk of device {place}, of {rows} rows on {count} devices"
@@ -85,7 +86,8 @@ def _in_parts(in_parts: Callable) -> dict[str, Any]:
     def network(batch: dict) -> dict:
         outputs = model(batch["images"])
         loss = (outputs[:, 0] - batch["labels"]).square().mean()
-        return {"outputs": outputs, "loss": loss, "name": batch["name"], "none": batch["none"]}
+        named = {"name": batch["name"], "none": batch["none"], "number": 3}
+        return {"outputs": outputs, "loss": loss, **named}
 
     def nested(batch: tuple) -> tuple:
         images, (counts, scale) = batch[0]["images"], batch[1]
@@ -99,6 +101,7 @@ def _in_parts(in_parts: Callable) -> dict[str, Any]:
     found["the rows of all these parts"] = seen[:]
     found["the outputs of one part"] = in_parts(rows_of, _batch(4), 1)
     batch = {"images": _batch(5), "labels": labels, "name": "train", "none": None}
+    found["the outputs of a dict in one part"] = _plain(in_parts(network, batch, 1))
     outputs = in_parts(network, batch, 2)
     outputs["outputs"].sum().backward()
     found["the outputs of a dict"] = _plain(outputs)
@@ -153,8 +156,10 @@ def _part_of_loss(rank: int, n: int, part_of_loss: Callable, *sizes: int) -> dic
     if not isinstance(part, torch.Tensor) or not part.requires_grad or part.dim():
         raise TypeError(f"it should return a tensor of one number, with a graph, got {part!r}")
     part.backward()
-    dist.all_reduce(model.weight.grad)
-    return {"the sum of all gradients": model.weight.grad}
+    whole = part.detach()
+    for each in (model.weight.grad, whole):
+        dist.all_reduce(each)
+    return {"the sum of all gradients": model.weight.grad, "the sum of all parts": whole}
 
 
 def _batch(rows: int) -> torch.Tensor:

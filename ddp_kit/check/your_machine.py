@@ -111,7 +111,8 @@ def _synchronize(rank: int, world_size: int, synchronize: Callable) -> dict:
 
 @compared("5.b", "who_am_i(rank, world_size)")
 def _who_am_i(rank: int, world_size: int, who_am_i: Callable) -> dict:
-    with patch.dict(os.environ, LOCAL_RANK=str(rank % 2 + 4)):
+    own = {"RANK": rank + 10, "WORLD_SIZE": world_size + 20, "LOCAL_RANK": rank % 2 + 4}
+    with patch.dict(os.environ, {name: str(number) for name, number in own.items()}):
         return who_am_i(None, None)
 
 
@@ -121,6 +122,8 @@ def _local_rank_of(local_rank_of: Callable) -> dict:
         ([], {"LOCAL_RANK": "3"}),
         (["--local-rank=0"], {"LOCAL_RANK": "3"}),
         (["--local-rank=2"], {}),
+        (["--local-rank", "12"], {"LOCAL_RANK": "3"}),
+        ([], {"RANK": "5"}),
         (["--local_rank=2"], {}),
         (["--local_rank", "1", "--epochs", "3"], {"RANK": "5"}),
         (["--epochs", "3"], {}),
@@ -142,12 +145,17 @@ SERVERS = {
         _PAIRED,
     ),
     "cores that are left over": ([1, 0, 1, 1], [[0, 1, 2], [3, 4, 5, 6, 7]], _PAIRED),
+    "threads that are not in order": (
+        [1, 0, 0, 0],
+        [[3, 1, 0, 2], [4, 5, 6, 7]],
+        {thread: thread // 2 for thread in range(8)},
+    ),
     "more ranks than cores": ([0, 0, 0, 1], [[0, 1, 8, 9], [2, 3, 10, 11]], _PAIRED),
 }
 
 
 @alone(
-    "5.3", "threads_of(local_rank, gpu_socket, sockets, core_of)", "for 5 servers", kind="function"
+    "5.3", "threads_of(local_rank, gpu_socket, sockets, core_of)", "for 6 servers", kind="function"
 )
 def _threads_of(threads_of: Callable) -> dict:
     return {
