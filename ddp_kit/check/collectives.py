@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ddp_kit.check.compared import IN_MESSAGES, Used, by_rank, compared, hunt, in_messages
+from ddp_kit.check.compared import IN_MESSAGES, MANY, Used, by_rank, compared, hunt, in_messages
 from ddp_kit.check.grader import (
     SENT,
     SIZES,
@@ -32,9 +32,9 @@ SORTED, LENGTH = 64, 1000  # numbers of a rank to sort, and of a piece
 LATENCY, BYTES = 10.0, 4000  # microseconds of a message, and how many bytes take one more
 
 
-@compared("2.a", "global_mean(numbers)", spare=3)
+@compared("2.a", "global_mean(numbers)", spare=MANY)
 def _global_mean(rank: int, world_size: int, global_mean: Callable) -> float:
-    return global_mean(torch.arange(10.0 * rank, 10 * rank + _lengths(world_size)[rank]))
+    return global_mean(torch.arange(_lengths(world_size)[rank]) + 10 * rank + 0.375)
 
 
 def _lengths(world_size: int) -> list[int]:
@@ -43,7 +43,8 @@ def _lengths(world_size: int) -> list[int]:
 
 @compared("2.b", "all_gather_uneven(tensor)")
 def _all_gather_uneven(rank: int, world_size: int, all_gather: Callable) -> list[torch.Tensor]:
-    return all_gather(brought(world_size, 4)[rank][: _lengths(world_size)[rank]])
+    numbers = brought(world_size, 4)[rank] - 11  # rank 0 has -1, 0 and 1
+    return all_gather(numbers[: _lengths(world_size)[rank]])
 
 
 def _without_all_reduce(trace: Trace, n: int) -> list[Used]:
@@ -51,7 +52,7 @@ def _without_all_reduce(trace: Trace, n: int) -> list[Used]:
     return [*by_rank(trace), Used("rank 0 called all_reduce {}", calls, "time")]
 
 
-@compared("2.c", "two_steps(tensor)", used=_without_all_reduce)
+@compared("2.c", "two_steps(tensor)", used=_without_all_reduce, spare=1.25)
 def _two_steps(rank: int, world_size: int, two_steps: Callable) -> torch.Tensor:
     return in_place(rank, world_size, two_steps, brought(world_size, 2 * world_size))
 

@@ -74,6 +74,9 @@ def _shard_to_replicate(rank: int, world_size: int, shard_to_replicate: Callable
         most = -(-whole.shape[dim] // world_size)
         piece = whole.split(most, dim)[rank].contiguous()
         found[f"the whole from {name}"] = shard_to_replicate(piece, dim, whole.shape[dim])
+    even = torch.arange(-6.0, 6.0).view(6, 2)  # one row is of zeros
+    piece = even.where(even.abs() > 1, 0).chunk(world_size)[rank].clone()
+    found["the whole from equal pieces"] = shard_to_replicate(piece, 0, 6)
     group = own_group(rank, world_size)
     with _alone():
         alone = shard_to_replicate(whole.clone(), 0, 5, group)
@@ -97,6 +100,8 @@ def _shard_to_shard(rank: int, world_size: int, shard_to_shard: Callable) -> dic
         most = -(-whole.shape[old] // world_size)
         piece = whole.split(most, old)[rank].contiguous()
         found[f"the piece from {names}"] = shard_to_shard(piece, old, 1 - old, whole.shape[old])
+    piece = torch.arange(36.0).view(6, 6).chunk(world_size)[rank].clone()
+    found["the piece from equal pieces"] = shard_to_shard(piece, 0, 1, 6)
     group = own_group(rank, world_size)
     with _alone():
         alone = shard_to_shard(whole.clone(), 0, 1, 5, group)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ddp_kit.check.compared import alone, compared, hunt
-from ddp_kit.check.grader import SIZES
+from ddp_kit.check.grader import SIZES, own_group
 from ddp_kit.lessons import experts as lesson
 
 SCORES = torch.tensor(
@@ -16,18 +16,18 @@ SCORES = torch.tensor(
 )
 
 
-@alone("19.a", "route(scores, bias)", "with a bias and without")
+@alone("19.a", "route(scores, bias, k)", "with a bias and without")
 def _route(route: Callable) -> dict:
     found = {}
     for name, bias in (("without a bias", 0.0), ("with a bias for expert 3", 0.4)):
         scores = SCORES.clone().requires_grad_()
-        weights, choice = route(scores, torch.tensor([0.0, 0.0, 0.0, bias]))
+        weights, choice = route(scores, torch.tensor([0.0, 0.0, 0.0, bias]), 2)
         choice, order = choice.sort(-1)  # the best first, or in another order
         weights = weights.gather(-1, order)
         (weights * torch.tensor([1.0, 3.0])).sum().backward()
         found |= {f"choice {name}": choice, f"weights {name}": weights.detach()}
         found[f"scores.grad {name}"] = scores.grad
-    return found
+    return found | {"the choice of one": route(SCORES, torch.zeros(4), 1)[1]}
 
 
 def _tokens(rank: int, n: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -39,24 +39,35 @@ def _tokens(rank: int, n: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.stack([100 * (rank + 1) + count, count], 1), choice.where(choice != 1, 0)
 
 
-@compared("19.b", "dispatch(tokens, choice, count)")
+@compared("19.b", "dispatch(tokens, choice, count, group)")
 def _dispatch(rank: int, n: int, dispatch: Callable) -> dict:
     tokens, choice = _tokens(rank, n)
     arrived, counts, (_, *splits) = dispatch(tokens.requires_grad_(), choice, 2 * n)
     (arrived * (rank + torch.arange(1.0, 1 + len(arrived)))[:, None]).sum().backward()
     found = {"the rows that arrive": arrived.detach(), "counts": counts, "splits": [*splits]}
+    found["the rows with one expert for each"] = dispatch(tokens, choice[:, :1], 2 * n)[0].detach()
+    alone = dispatch(tokens, choice, 2 * n, own_group(rank, n))[0]
+    found["the rows in a group of one rank"] = alone.detach()
     return found | {"tokens.grad": tokens.grad}
 
 
-@compared("19.c", "combine(done, weights, plan)")
+@compared("19.c", "combine(done, weights, plan, group)")
 def _combine(rank: int, n: int, combine: Callable) -> dict:
-    tokens, choice = _tokens(rank, n)
-    arrived, _, plan = lesson.dispatch(tokens, choice, 2 * n)
-    done = (2 * arrived + 1000 * (rank + 1)).detach().requires_grad_()
-    weights = torch.linspace(0.1, 0.9, choice.numel()).view_as(choice).requires_grad_()
-    output = combine(done, weights, plan)
-    (output * tokens).sum().backward()
-    return {"the output": output.detach(), "done.grad": done.grad, "weights.grad": weights.grad}
+    tokens, both = _tokens(rank, n)
+    found = {}
+    for name, choice, group in (
+        ("", both, None),
+        (" with one expert for each", both[:, :1], None),
+        (" in a group of one rank", both, own_group(rank, n)),
+    ):
+        arrived, _, plan = lesson.dispatch(tokens, choice, 2 * n, group)
+        done = (2 * arrived + 1000 * (rank + 1)).detach().requires_grad_()
+        weights = torch.linspace(0.1, 0.9, choice.numel()).view_as(choice).requires_grad_()
+        output = combine(done, weights, plan, group)
+        (output * tokens).sum().backward()
+        found |= {f"the output{name}": output.detach(), f"done.grad{name}": done.grad}
+        found[f"weights.grad{name}"] = weights.grad
+    return found
 
 
 @compared("19.1", "violation(choice, count)", sizes=SIZES, spare=None)

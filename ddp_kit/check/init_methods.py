@@ -114,6 +114,16 @@ class ScriptedStore:
             self.come()
         self._asked = asked
 
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return [self.get(key) for key in keys]
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        """Set a key if it has a value, or "" if it has none, and return what it has."""
+        self._call()
+        if self.held.get(key, b"") == expected.encode():
+            self._write(key, desired)
+        return self.held.get(key, expected.encode())
+
     def add(self, key: str, amount: int) -> int:
         self._call()
         number = int(self.held.get(key, b"0")) + amount
@@ -266,11 +276,14 @@ def _exchange(exchange: Callable) -> dict:
     return found
 
 
+BEGIN = 1000.0  # what the clock shows at first; sums with tenths are rounded
+
+
 class _Service:
     """A clock, and a service that answers from some second on; `tried` has the time of each try."""
 
     def __init__(self, answers: float, error: type[Exception]) -> None:
-        self.time, self._tries, self._at_once, self._answers = 0.0, 0, 0, answers
+        self.time, self._tries, self._at_once, self._answers = BEGIN, 0, 0, BEGIN + answers
         self.tried: list[float] = []
         self._error = error
 
@@ -286,11 +299,11 @@ class _Service:
             self._tries > 100 or self._at_once > 2
         ):  # rounding may need a second one; or it does not use `pause`
             raise EndlessError
-        if round(self.time, 3) not in self.tried:
-            self.tried.append(round(self.time, 3))
+        if (tried := round(self.time - BEGIN, 3)) not in self.tried:
+            self.tried.append(tried)
         if self.time < self._answers:
             raise self._error
-        return f"connected after {self.time:.1f} s"
+        return f"connected after {self.time - BEGIN:.1f} s"
 
 
 @alone("6.c", "keep_trying(connect, limit, now, pause)", "whether somebody answers or not")
@@ -298,15 +311,15 @@ def _keep_trying(keep_trying: Callable) -> dict:
     found = {}
     for answers, error in (
         *((seconds, ConnectionRefusedError) for seconds in (0.0, 0.5, 3.9, 100.0)),
-        (0.5, KeyError),
+        (0.5, PermissionError),
     ):
         service = _Service(answers, error)
         how = ended(
             keep_trying, service.connect, 4.0, service.now, service.pause, errors=(Exception,)
         )
         what = f"the service answers after {answers:g} s"
-        if error is KeyError:
-            what = "connect() raises a KeyError"
+        if error is PermissionError:
+            what = "connect() raises a PermissionError"
         found |= {f"the end if {what}": how, f"the tries if {what}": service.tried}
     return found
 

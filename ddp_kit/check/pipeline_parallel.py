@@ -125,13 +125,17 @@ def _forward(rank: int, world_size: int, by_hand: Callable) -> dict:
         pipeline.forward(i, *_micro_batch(i), 0)
     pipeline.finish()
     inputs, outputs = zip(*(pipeline.held[i] for i in range(2)), strict=True)
-    return {
+    found = {
         "the inputs": [x.detach() for x in inputs],
         "the outputs": [y.detach() for y in outputs],
         "requires_grad of the inputs": [x.requires_grad for x in inputs],
         "requires_grad of the outputs": [y.requires_grad for y in outputs],
         "the order of its steps": order(),
     }
+    for y in outputs:
+        if y.requires_grad:
+            y.sum().backward()
+    return found | {"whether a backward reaches the inputs": [x.grad is not None for x in inputs]}
 
 
 @compared("17.b", "StageByHand(stage, width, loss_fn)")
@@ -208,8 +212,8 @@ def _cell(kind: str, i: int, start: float, end: float) -> lesson.Cell:
 
 @alone("17.c", "bubble(ranks)", "for both pictures")
 def _bubble(bubble: Callable) -> dict:
-    two = [[_cell("F", 0, 5, 6), _cell("B", 0, 8, 10)], [_cell("F", 0, 6, 7)]]
-    three = [[_cell("F", 0, 0, 4)], [_cell("F", 0, 1, 3), _cell("F", 1, 3, 7)], []]
+    two = [[_cell("F", 0, 6, 7)], [_cell("F", 0, 5, 6), _cell("B", 0, 8, 10)]]
+    three = [[_cell("F", 0, 0, 4)], [_cell("F", 0, 1, 3), _cell("B", 0, 3, 7)], []]
     return {"two ranks, from 5 to 10": bubble(two), "three ranks, one of them idle": bubble(three)}
 
 

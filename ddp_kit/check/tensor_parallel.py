@@ -89,6 +89,7 @@ def _copy_to_region(rank: int, n: int, function: Any) -> dict:
         ("all ranks", None, strided),
         ("all ranks, from contiguous memory", None, strided.contiguous()),
         ("a group of one rank", alone, strided),
+        ("other strides on rank 0", None, strided.contiguous() if rank else strided),
     ):
         x, gradient = torch.ones(2, 3, requires_grad=True), given.clone()
         y = function.apply(x, group)

@@ -197,7 +197,10 @@ def _stage_2(rank: int, n: int, stage_cls: Callable) -> dict:
         given[-1].register_hook(before_backward)
 
     model.blocks[0].register_forward_hook(after_forward)
-    model(_numbers(2, 3) + rank).sum().backward()
+    for step in range(2):
+        for flat in training.flats:
+            flat.shard.grad = None
+        model(_numbers(2, 3) + rank + step).sum().backward()
     found = {f"shard.grad of flats[{i}]": f.shard.grad for i, f in enumerate(training.flats)}
     found["the whole gradients of blocks[1] when the backward of blocks[0] begins"] = left
     return found | {"the whole gradients that are left": _left(model.parameters())}
@@ -227,9 +230,13 @@ def _stage_3(rank: int, n: int, stage_cls: Callable) -> dict:
     for number, module in enumerate([model, *model.blocks]):
         module.register_forward_pre_hook(partial(before_forward, number))  # after the answer's
         module.register_forward_hook(partial(after_forward, number))
-    output = model(_numbers(2, 3) + rank)
-    found = {"the output": output.detach(), "the flat parameters left by the forward": there()}
-    output.sum().backward()
+    found = {}
+    for step in range(2):
+        for flat in training.flats:
+            flat.shard.grad = None
+        output = model(_numbers(2, 3) + rank + step)
+        found |= {"the output": output.detach(), "the flat parameters left by the forward": there()}
+        output.sum().backward()
     found |= {f"shard.grad of flats[{i}]": f.shard.grad for i, f in enumerate(training.flats)}
     found["the flat parameters there when each backward begins"] = at_backwards
     return found | {"the flat parameters left by the backward": there()}
