@@ -156,14 +156,14 @@ def test_an_error_shows_the_learners_line_and_nothing_of_the_grader():
 
 
 def test_a_result_that_the_check_cannot_use_is_shown_with_the_line_that_uses_it():
-    def route(scores, bias):
-        weights, choice = (scores + bias).topk(2)
+    def route(scores, bias, k):
+        weights, choice = (scores + bias).topk(k)
         return weights.tolist(), choice.tolist()
 
     with pytest.raises(kit.ExerciseError) as caught:
         kit.check.exercise_19_a(route)
     assert str(caught.value) == (
-        "exercise 19.a, route(scores, bias): it raised an error where the check uses it: "
+        "exercise 19.a, route(scores, bias, k): it raised an error where the check uses it: "
         "choice, order = choice.sort(-1)\n"
         "rank 0 raised TypeError: sort() takes no positional arguments\n"
         "Check again for a hint, or pass hint=2."
