@@ -245,7 +245,7 @@ def _who(absent: Sequence[int]) -> str:
 @alone("6.a", "join(store, run, world_size)", "for two starts")
 def _join(join: Callable) -> dict:
     store = ScriptedStore()
-    comes = [("run 1", 3)] * 4 + [("run 2", 2)] * 3
+    comes = [("run 1", 3)] * 5 + [("run 2", 2)] * 3
     found = {
         f"process {number + 1} of {run}, with world size {size}": ended(join, store, run, size)
         for number, (run, size) in enumerate(comes)

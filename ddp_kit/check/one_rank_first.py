@@ -53,9 +53,20 @@ def _accumulated(accumulate: Callable) -> dict:
     found = {}
     for count in (2, 6):
         model = make_gpt()
+        forwards = _noted_forwards(model)
         found[f"the loss of {count} micro-batches"] = accumulate(model, *next(batches(6, 1)), count)
         found[f"the gradients of {count} micro-batches"] = _gradients(model)
+        found[f"the sequences of {count} forwards, and whether there were gradients"] = forwards
     return found
+
+
+def _noted_forwards(model: nn.Module) -> list[tuple[int, bool]]:
+    """Return a list to which each forward adds: its sequences, and whether gradients are there."""
+    first, forwards = next(model.parameters()), []
+    model.register_forward_pre_hook(
+        lambda _, given: forwards.append((len(given[0]), first.grad is not None))
+    )
+    return forwards
 
 
 @alone("13.1", "loss_in_pieces(head, x, targets, pieces)", "in 8 pieces")
