@@ -136,7 +136,8 @@ class Comparison:
         right = outcome(self, "", case).values
         other = "too many bytes" if same(right, learners.values) else OTHER
         if learners.failed:
-            other = "fails"
+            raised = learners.failed[0] == "RankError" or f"{self.number} stuck" not in hints()
+            other = "fails" if raised else "stuck"
         elif _forms(right) != _forms(learners.values):
             other = "another form"
         if {other, f"{self.number} {other}"} & hints().keys():
