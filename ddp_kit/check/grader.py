@@ -103,7 +103,8 @@ class Exercise:
     def alone(self) -> bool:
         """Whether an answer is always tried on one rank; then no message names a rank."""
         sizes = [case[0] if isinstance(case, tuple) else case for case in self.cases]
-        return bool(sizes) and not any(isinstance(size, int) and size > 1 for size in sizes)
+        several = any(isinstance(size, int) and size > 1 for size in sizes)
+        return self.kind in ("gap", "function") and not several
 
     def grader(self, *args: Any) -> Grader:
         """Return what grades an answer. args: those of Grader after the first."""
