@@ -55,7 +55,7 @@ HALF_REPAIRED = [
         "largest = own.max()",
         "otherwise",
     ),
-    ("18.8", "    dist.all_reduce(sums :=", "    rank or dist.all_reduce(sums :=", "stuck"),
+    ("18.8", "dist.all_reduce(sums", "(lambda x: rank or dist.all_reduce(x))(sums", "stuck"),
     ("19.8", "/ world_size", "", "otherwise"),
     ("19.8", "    dist.all_reduce(load)", "    rank or dist.all_reduce(load)", "stuck"),
     ("9.1", "range(3)", "range(2)", "otherwise"),
