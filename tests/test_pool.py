@@ -492,7 +492,6 @@ def test_a_closed_pool_says_so(pool):
     assert "closed" in repr(pool)
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed.nn")
 def test_functions_of_distributed_nn_use_the_group_of_each_run(pool):
     def total(rank, world_size):
         from torch.distributed.nn.functional import all_reduce

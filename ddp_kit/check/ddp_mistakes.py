@@ -147,6 +147,7 @@ def _save_and_load(
         with patch.object(torch, "save", noting_save), patch.object(torch, "load", noting_load):
             save_and_load(model, str(path), plain)
         dist.barrier()
+        # Only rank 0, which removes the folder, and not too early for itself.
         saved = load(path) if rank == 0 and path.exists() else {}
     if part == NAMES:
         return {"the names in the file": list(saved)}

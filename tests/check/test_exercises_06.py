@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import uuid
 from contextlib import suppress
 from datetime import timedelta
 
@@ -20,6 +21,20 @@ def test_a_place_may_be_a_list(capsys):
     assert capsys.readouterr().out == (
         "Exercise 6.1: right for 4 and 5 ranks on two and three hosts.\n"
     )
+
+
+def test_a_store_may_be_asked_in_other_ways(capsys):
+    asked = "[value.decode() for value in store.multi_get(keys)]"
+    kit.check.exercise_6_b(solved("6.b", {"[store.get(key).decode() for key in keys]": asked}))
+
+    def join(store, run, world_size):
+        mine = str(uuid.uuid4())
+        for rank in range(world_size):
+            if store.compare_set(f"{run}/{rank}", "", mine) == mine.encode():
+                return rank
+        raise RuntimeError("all places are taken")
+
+    kit.check.exercise_6_a(join)
 
 
 def test_a_barrier_whose_key_nobody_writes():

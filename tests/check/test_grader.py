@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
-from answers import error_text, solved
+from answers import assert_mistake, error_text, solved
 
 import ddp_kit as kit
 from ddp_kit.check.grader import format_value
@@ -168,6 +168,26 @@ def test_a_result_that_the_check_cannot_use_is_shown_with_the_line_that_uses_it(
         "rank 0 raised TypeError: sort() takes no positional arguments\n"
         "Check again for a hint, or pass hint=2."
     )
+
+
+def test_an_answer_that_calls_a_function_without_its_lines_is_told_so():
+    def average_gradients(model):
+        raise NotImplementedError("Exercise 3.b: replace parameter.grad by the mean")
+
+    assert_mistake(kit.check.exercise_3_d, average_gradients, "another gap")
+
+
+def test_a_missing_attribute_is_no_known_mistake_with_another_one():
+    def add_up(rank, world_size, numbers):
+        return torch.tensor([numbers[rank]]).all_reduce()
+
+    assert_mistake(kit.check.exercise_0_b, add_up, "")
+
+
+def test_a_tensor_in_the_place_of_a_number_is_called_a_tensor():
+    assert format_value(torch.tensor([9]), against=9) == "a tensor of [9]"
+    assert format_value(torch.tensor(9), against=9) == "a tensor of 9"
+    assert format_value(torch.tensor(9)) == "9"
 
 
 def test_a_long_tensor_is_shown_with_the_first_place_where_it_differs():
