@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from ddp_kit.check.compared import compared, hunt
-from ddp_kit.check.grader import SIZES, Grader, own_group
+from ddp_kit.check.grader import SIZES, Grader
 from ddp_kit.check.record import Score, Span, record
 from ddp_kit.lessons import device_mesh as lesson
 
@@ -66,47 +65,58 @@ def _own_rows(rank: int, n: int, own_rows: Callable) -> torch.Tensor:
 hunt("14.9")
 
 
-@compared("14.a", "shard_to_replicate(piece, dim, length)")
-def _shard_to_replicate(rank: int, world_size: int, shard_to_replicate: Callable) -> dict:
-    whole = torch.arange(1.0, 36.0).view(5, 7)
-    found = {}
-    for dim, name in ((0, "rows"), (1, "columns")):
-        most = -(-whole.shape[dim] // world_size)
-        piece = whole.split(most, dim)[rank].contiguous()
-        found[f"the whole from {name}"] = shard_to_replicate(piece, dim, whole.shape[dim])
+# With all ranks, and then with a group of rank 0 alone and one of the others.
+IN_GROUPS: dict[str, Any] = {
+    "where": "on 2 and 3 ranks, and in groups",
+    "cases": [(2, False), (3, False), (3, True)],
+    "part": lambda case: "in groups" if case[1] else f"on {case[0]} ranks",
+}
+
+
+def _group(rank: int, n: int, in_group: bool) -> dist.ProcessGroup:
+    if not in_group:
+        return dist.group.WORLD
+    return [dist.new_group(members) for members in ([0], range(1, n))][min(rank, 1)]
+
+
+def _own(whole: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return this rank's piece, of which the first ones are as long as possible."""
+    most = -(-whole.shape[dim] // dist.get_world_size(group))
+    return whole.split(most, dim)[dist.get_rank(group)].clone()
+
+
+@compared(
+    "14.a",
+    "shard_to_replicate(piece, dim, length)",
+    call=lambda n, in_group: f"shard_to_replicate(piece, dim, length{', group' * in_group})",
+    **IN_GROUPS,
+)
+def _shard_to_replicate(rank: int, n: int, answer: Callable, in_group: bool) -> dict:
+    whole, group = torch.arange(1.0, 36.0).view(5, 7), _group(rank, n, in_group)
     even = torch.arange(-6.0, 6.0).view(6, 2)
     even[3] = 0  # what looks like padding
-    piece = even.chunk(world_size)[rank].clone()
-    found["the whole from equal pieces"] = shard_to_replicate(piece, 0, 6)
-    group = own_group(rank, world_size)
-    with _alone():
-        alone = shard_to_replicate(whole.clone(), 0, 5, group)
-    return found | {"the whole in a group of one rank": alone}
+    more = (group,) if in_group else ()
+    return {
+        f"the whole from {name}": answer(_own(one, dim, group), dim, one.shape[dim], *more)
+        for name, one, dim in (("rows", whole, 0), ("columns", whole, 1), ("equal pieces", even, 0))
+    }
 
 
-@contextmanager
-def _alone() -> Iterator[None]:
-    """Raise an error of its own for one in a group of one rank: by it its mistake is known."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise LookupError(f"in a group of one rank: {error}") from error
-
-
-@compared("14.b", "shard_to_shard(piece, old, new, length)")
-def _shard_to_shard(rank: int, world_size: int, shard_to_shard: Callable) -> dict:
-    whole = torch.arange(1.0, 36.0).view(5, 7)
-    found = {}
-    for old, names in ((0, "rows to columns"), (1, "columns to rows")):
-        most = -(-whole.shape[old] // world_size)
-        piece = whole.split(most, old)[rank].contiguous()
-        found[f"the piece from {names}"] = shard_to_shard(piece, old, 1 - old, whole.shape[old])
-    piece = torch.arange(36.0).view(6, 6).chunk(world_size)[rank].clone()
-    found["the piece from equal pieces"] = shard_to_shard(piece, 0, 1, 6)
-    group = own_group(rank, world_size)
-    with _alone():
-        alone = shard_to_shard(whole.clone(), 0, 1, 5, group)
-    return found | {"the piece in a group of one rank": alone}
+@compared(
+    "14.b",
+    "shard_to_shard(piece, old, new, length)",
+    call=lambda n, in_group: f"shard_to_shard(piece, old, new, length{', group' * in_group})",
+    **IN_GROUPS,
+)
+def _shard_to_shard(rank: int, n: int, answer: Callable, in_group: bool) -> dict:
+    whole, group = torch.arange(1.0, 36.0).view(5, 7), _group(rank, n, in_group)
+    cases = {"rows to columns": (whole, 0), "columns to rows": (whole, 1)}
+    cases["equal pieces"] = torch.arange(36.0).view(6, 6), 0
+    more = (group,) if in_group else ()
+    return {
+        f"the piece from {name}": answer(_own(one, d, group), d, 1 - d, one.shape[d], *more)
+        for name, (one, d) in cases.items()
+    }
 
 
 @compared("14.c", "mesh_groups(rank, world_size, rows)", sizes=(3, 6))

@@ -119,8 +119,9 @@ hunt("17.10")
 
 @compared("17.a", "ForwardByHand(stage, width, loss_fn)")
 def _forward(rank: int, world_size: int, by_hand: Callable) -> dict:
-    pipeline = by_hand(_first_or_other(rank), WIDTH, _loss)
-    order = _noted(pipeline)
+    stage = _first_or_other(rank)
+    pipeline = by_hand(stage, WIDTH, _loss)
+    order = _noted(pipeline, stage)
     for i in range(2):
         pipeline.forward(i, *_micro_batch(i), 0)
     pipeline.finish()
@@ -131,6 +132,7 @@ def _forward(rank: int, world_size: int, by_hand: Callable) -> dict:
         "requires_grad of the inputs": [x.requires_grad for x in inputs],
         "requires_grad of the outputs": [y.requires_grad for y in outputs],
         "the order of its steps": order(),
+        "the stages of its cells": [cell.stage for cell in pipeline.cells],
     }
     for y in outputs:
         if y.requires_grad:
@@ -150,7 +152,7 @@ def _backward_by_hand(rank: int, world_size: int, by_hand: Callable) -> dict:
         if rank < last:
             pipeline.send(y.detach(), rank + 1, i)
         pipeline.held[i] = x, _loss(y, targets) if rank == last else y
-    order = _noted(pipeline)
+    order = _noted(pipeline, stage)
     returned = [pipeline.backward(i, 0) for i in (1, 0)]
     kept = sorted(pipeline.sending)
     pipeline.finish()
@@ -158,6 +160,7 @@ def _backward_by_hand(rank: int, world_size: int, by_hand: Callable) -> dict:
         "the gradients of its stage": [parameter.grad for parameter in stage.parameters()],
         "what it returned": returned,
         "the order of its steps": order(),
+        "the stages of its cells": [cell.stage for cell in pipeline.cells],
         "the messages, (dst, micro-batch), that are not finished": kept,
     }
 
@@ -178,12 +181,15 @@ def _loss(y: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return (y.sum(-1) - targets).square().mean() / 2
 
 
-def _noted(pipeline: Any) -> Callable[[], str]:
+def _noted(pipeline: Any, stage: nn.Module) -> Callable[[], str]:
     """Return a function that says when the pipeline has received, computed and sent.
 
-    What it did within a cell stands in brackets after the cell: "receive F0 send F1 (receive)".
+    What it did within a cell stands in brackets after the cell: "receive F0 (forward) send".
     """
     calls: list[tuple[float, str]] = []
+    stage.register_forward_hook(lambda *_: calls.append((time.monotonic(), "forward")))
+    weight = stage.get_parameter("weight")
+    weight.register_hook(lambda _: calls.append((time.monotonic(), "backward")))
 
     def noted(name: str) -> Callable:
         method = getattr(pipeline, name)
