@@ -71,13 +71,13 @@ def _compressed_all_reduce(rank: int, n: int, all_reduce: Callable, huge: bool) 
 
 @compared("10.9", "TopK(k)", kind="function")
 def _top_k(rank: int, world_size: int, top_k: Callable) -> dict:
-    average, found = top_k(2), {}
+    averages, found = {2: top_k(2), 1: top_k(1)}, {}
     numbers = ([8, -12, 1, 2, 3, 5], [7, 1, -16, 4, 2, 9], [-1, 9, 3, -10, 4, 2])[rank]
-    for step in range(1, 5):
+    for k, step in ((2, 1), (2, 2), (2, 3), (2, 4), (1, 1)):
         # The zeros make the whole tensor much larger than what may be sent of it.
         tensor = torch.tensor([*numbers, *[0.0] * 6]).view(3, 4) * (1 if step < 3 else 0.5)
-        average(tensor)
-        found[f"the tensor after step {step}"] = tensor
+        averages[k](tensor)
+        found[f"the tensor after step {step} with k={k}"] = tensor
     return found
 
 

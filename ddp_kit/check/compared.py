@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from functools import cache
+from numbers import Real
 from typing import Any, NamedTuple
 
 from ddp_kit.check.grader import (
@@ -301,7 +302,7 @@ def asked(
 
 def as_float(value: Any) -> Any:
     """Return a number as a float, and all else as it is."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
     return float(value) if is_number else value
 
 
@@ -316,14 +317,15 @@ def in_parts(*others: str, sizes: Sequence[int] = SIZES) -> dict[str, Any]:
     return about | {"sizes": sizes, "spare": None}
 
 
-def hunt(*numbers: str) -> None:
+def hunt(*numbers: str, **about: Any) -> None:
     """Register the checks of bug hunts: the repaired program does what the solution does.
 
     The exercises have the broken program in a cell that begins with `# Hunt 9.1`, the solutions the
-    repaired one. A program that sends more than needed is not repaired, and has no points.
+    repaired one. A program that sends more than needed is not repaired, and has no points. For the
+    other arguments, see `compared`.
     """
     for number in numbers:
-        compared(number, HUNTED, kind="hunt", others=())(called)
+        compared(number, HUNTED, kind="hunt", others=(), **about)(called)
 
 
 def called(rank: int, world_size: int, answer: Callable[[int, int], Any]) -> Any:

@@ -156,7 +156,9 @@ def _save_and_load(
     return {"whether `path` has a file": bool(saved), "plain.weight": plain.weight.detach()}
 
 
-hunt(*(f"9.{number}" for number in range(1, 11)))
+hunt(*(f"9.{number}" for number in (1, 2, 3, 4, 5, 6, 9, 10)))
+hunt("9.7", together=lambda result: [result[0]])  # what the others report does not count
+hunt("9.8", spare=2)  # the fresh model may be wrapped, too
 
 
 @compared("9.11", "train_uneven(model, optimizer, batches)", kind="function")
@@ -201,4 +203,4 @@ def _share_right(rank: int, world_size: int, share_right: Callable) -> dict:
 def _stop_together(rank: int, world_size: int, stop_together: Callable) -> dict:
     losses = ([8, 4, 5, 3, 3, 3, 3], [9, 8, 7, 10, 7, 9, 1], [5, 5, 5, 5, 5, 5, 5])[rank]
     stop = stop_together(2)
-    return {f"the answer in epoch {n}": stop(float(loss)) for n, loss in enumerate(losses, 1)}
+    return {f"the answer in epoch {n}": stop(loss / 4) for n, loss in enumerate(losses, 1)}

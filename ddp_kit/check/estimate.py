@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 from ddp_kit import model
@@ -56,7 +57,7 @@ class Estimate:
         if answer is ...:
             dots = f"Exercise {self.number}: replace the dots by a number"
             raise only_message(NotImplementedError(dots))
-        is_number = isinstance(answer, int | float) and not isinstance(answer, bool)
+        is_number = isinstance(answer, Real) and not isinstance(answer, bool)
         if not is_number or math.isnan(answer):
             raise ExerciseError(f"exercise {self.number}: the answer is a number, got {answer!r}")
         if math.isclose(answer, self.answer, rel_tol=self.within):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy
 import pytest
 from answers import assert_mistake, error_text
 
@@ -41,7 +42,8 @@ def test_dots_are_not_solved_yet():
 
 
 @pytest.mark.parametrize(
-    ("number", "text"), [(123_456, "123,000"), (2500.0, "2,500"), (3.14159, "3.14")]
+    ("number", "text"),
+    [(123_456, "123,000"), (2500.0, "2,500"), (3.14159, "3.14"), (numpy.int64(2500), "2,500")],
 )
 def test_a_number_is_shown_in_three_digits_without_a_power_of_ten(number, text):
     assert f"exercise 12.5: {text} ms is too " in error_text(kit.check.exercise_12_5, number)

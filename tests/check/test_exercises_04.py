@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from answers import assert_mistake, solved
 
 import ddp_kit as kit
 from ddp_kit.check.record import on_a_wire
@@ -114,3 +115,15 @@ def test_a_wire_carries_one_message_each_way_at_a_time():
         (2, 0, 5, "to 0"),
         (2, 5, 10, "from 0"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "mistake"),
+    [
+        ("sends.append(dist.isend(piece, right))", "dist.isend(piece, right)", "sends not kept"),
+        ("sends.append(dist.isend(piece, right))", "dist.send(piece, right)", "blocking send"),
+        ("if step < 2 * (n - 1) - 1:", "if step < 2 * (n - 1):", "unmatched"),
+    ],
+)
+def test_a_pipeline_that_deadlocks_is_told_why(right, wrong, mistake):
+    assert_mistake(kit.check.exercise_4_2, solved("4.2", {right: wrong}), mistake)

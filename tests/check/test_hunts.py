@@ -89,3 +89,18 @@ def test_a_broken_program_fails(number):
 @pytest.mark.parametrize(("number", "old", "new", "mistake"), HALF_REPAIRED)
 def test_a_half_repair_fails(number, old, new, mistake):
     assert_mistake(CHECKS[number], solved(number, {old: new}), mistake)
+
+
+ALSO_REPAIRED = [
+    ("9.7", "return log if rank == 0 else None", "return log"),
+    (
+        "9.8",
+        "fresh = nn.Linear(2, 2)\n    fresh.load",
+        "fresh = DistributedDataParallel(nn.Linear(2, 2))\n    fresh.module.load",
+    ),
+]
+
+
+@pytest.mark.parametrize(("number", "old", "new"), ALSO_REPAIRED)
+def test_another_repair_passes(number, old, new):
+    assert CHECKS[number](solved(number, {old: new})) == 1
