@@ -1,18 +1,17 @@
-"""The undocumented names of PyTorch and Python that the kit uses, looked up only here.
+"""How undocumented names of PyTorch and Python are looked up, and those that several modules use.
 
 Another release may rename any of them. The feature that needs such a name is then off, `notices`
-says so in a line, and everything else works.
+says so in a line, and everything else works. The names of what is recorded are in
+`trace/collectives.py` and in `trace/rank/`, beside what is called instead.
 """
 
 from __future__ import annotations
 
 import atexit
-import functools
 import os
 import threading
 import types
 import warnings
-from collections.abc import Callable
 from datetime import timedelta
 from importlib import import_module
 from multiprocessing import resource_tracker
@@ -22,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, Work
 
-_C10D = "torch.distributed.distributed_c10d"
+C10D_MODULE = "torch.distributed.distributed_c10d"
 
 
 class Feature:
@@ -77,131 +76,10 @@ def _find(path: str) -> tuple[str, Any, Any]:
     return name, owner, value
 
 
-# --- what the recorder replaces ------------------------------------------------------------
-
-
-def _methods(without: str, *methods: str, any_of: bool = False) -> Feature:
+def of_process_group(without: str, *methods: str, any_of: bool = False) -> Feature:
+    """Return a feature that needs methods of ProcessGroup."""
     names = (f"torch.distributed:ProcessGroup.{method}" for method in methods)
     return Feature(without, *names, any_of=any_of)
-
-
-# All or none: with one side alone, each message would look as if nobody sent or received it.
-MESSAGES = _methods("messages between two ranks are not traced", "send", "recv", "recv_anysource")
-# `dist.all_gather_object` and all the others end in one of these methods, however they were
-# imported, so one wrapper around each sees them all.
-COLLECTIVES = {
-    function: _methods(f"{function} is not traced", *methods, any_of=True)
-    for function, *methods in (
-        ("broadcast", "broadcast"),
-        ("all_reduce", "allreduce"),
-        ("all_reduce_coalesced", "allreduce_coalesced"),
-        ("reduce", "reduce"),
-        ("gather", "gather"),
-        ("scatter", "scatter"),
-        ("barrier", "barrier"),
-        ("all_gather", "allgather"),
-        ("all_gather_coalesced", "allgather_coalesced"),
-        ("all_gather_into_tensor", "_allgather_base", "all_gather_single"),
-        (
-            "all_gather_into_tensor_coalesced",
-            *("allgather_into_tensor_coalesced", "all_gather_single_coalesced"),
-        ),
-        ("reduce_scatter", "reduce_scatter"),
-        ("reduce_scatter_tensor", "_reduce_scatter_base", "reduce_scatter_single"),
-        (
-            "reduce_scatter_tensor_coalesced",
-            *("reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced"),
-        ),
-        ("all_to_all", "alltoall"),
-        ("all_to_all_single", "alltoall_base", "all_to_all_single"),
-    )
-}
-# Functional collectives are operators, of which torch.compile calls those that work in place.
-FUNCTIONAL_NAMESPACE = "_c10d_functional"
-OPERATORS = (
-    *("broadcast", "broadcast_", "all_reduce", "all_reduce_"),
-    *("all_reduce_coalesced", "all_reduce_coalesced_"),
-    *("all_gather_into_tensor", "all_gather_into_tensor_out", "all_gather_into_tensor_coalesced"),
-    *("reduce_scatter_tensor", "reduce_scatter_tensor_out", "reduce_scatter_tensor_coalesced"),
-    "all_to_all_single",
-)
-FUNCTIONAL = Feature(
-    "functional collectives, such as those of DTensor, are not traced",
-    f"torch:ops.{FUNCTIONAL_NAMESPACE}.wait_tensor.default._op_dk",
-    f"{_C10D}:_resolve_process_group",
-    # What DTensor calls on a GPU to shard by another dimension. It waits for its own collective.
-    "torch:ops._dtensor.shard_dim_alltoall",
-    *(f"torch:ops.{FUNCTIONAL_NAMESPACE}.{operator}" for operator in OPERATORS),
-)
-FRAMES = Feature(
-    "torch.compile compiles the recorder with a function that sends, and may fail",
-    *(
-        f"torch._C._dynamo.eval_frame:{name}"
-        for name in ("set_code_exec_strategy", "_FrameExecStrategy", "_FrameAction")
-    ),
-)
-MONITORED_BARRIER = _methods("monitored_barrier is not traced", "monitored_barrier")
-BATCHES = _methods(
-    "operations that nccl starts as one batch are reported as never waited for",
-    *("_start_coalescing", "_end_coalescing"),
-)
-NEW_GROUPS = Feature("new_group is not traced", f"{_C10D}:_new_group_with_tag")
-NEW_WORLDS = Feature(
-    "calls in a world that is formed again in a run may be compared with calls in the one before",
-    f"{_C10D}:_new_process_group_helper",
-)
-# All or none: a hook of the kit's must know the hook that the learner registers, which takes its
-# place, and by how many ranks DDP divides inside `join`.
-DDP = Feature(
-    "what DistributedDataParallel sends is not traced",
-    "torch.nn.parallel:DistributedDataParallel._ddp_init_helper",
-    "torch.distributed:Reducer._set_forward_pass_work_handle",
-    "torch.distributed:_register_comm_hook",
-    "torch.distributed:_register_builtin_comm_hook",
-    "torch.nn.parallel:DistributedDataParallel._check_global_requires_backward_grad_sync",
-    "torch.nn.parallel:DistributedDataParallel._match_unused_params_allreduce",
-    "torch.distributed:Reducer._rebuild_buckets",
-    "torch.distributed:_verify_params_across_processes",
-    "torch.distributed:_broadcast_coalesced",
-    "torch.autograd:Variable._execution_engine",  # is not replaced
-)
-
-
-def method_of(function: str) -> str:
-    """Return the method of ProcessGroup that a function of `torch.distributed` calls."""
-    return [function, *COLLECTIVES[function].found][-1]
-
-
-def kernel_of(operator: str, namespace: str = FUNCTIONAL_NAMESPACE) -> Callable:
-    """Return PyTorch's own kernel of a functional collective, which lets other threads run."""
-    overload = getattr(getattr(torch.ops, namespace), operator).default
-    return functools.partial(overload._op_dk, torch.DispatchKey.CompositeExplicitAutograd)
-
-
-def never_compile(function: types.FunctionType) -> None:
-    """Let torch.compile leave a function, and what it calls, as they are."""
-    if not FRAMES.is_on:
-        return
-    set_strategy, strategy, action = (value for _, value in FRAMES.found.values())
-    function._torchdynamo_disable = True  # where a function that calls it is compiled
-    set_strategy(function.__code__, strategy(action.SKIP, action.SKIP))
-
-
-def resolve_group(group: Any) -> ProcessGroup:
-    """Return the process group that an operator is called with, by its name or as itself."""
-    if not isinstance(group, str):
-        return group
-    return FUNCTIONAL.found["_resolve_process_group"][1](group)
-
-
-def after_backward(callback: Callable[[], None]) -> None:
-    """Call a function at the end of the backward pass that is on."""
-    DDP.found["_execution_engine"][1].queue_callback(callback)
-
-
-def register_comm_hook(reducer: Any, hook: Any) -> None:
-    """Register a communication hook as PyTorch does, also while that function is replaced."""
-    DDP.found["_register_comm_hook"][1](reducer, None, hook)
 
 
 # --- what the kit asks PyTorch -------------------------------------------------------------
@@ -212,13 +90,20 @@ GROUP_TIMEOUT = Feature(
     "torch.distributed:ProcessGroup._get_backend",
     "torch._C._distributed_c10d:Backend.Options._timeout",
 )
+FRAMES = Feature(
+    "torch.compile compiles the recorder with a function that sends, and may fail",
+    *(
+        f"torch._C._dynamo.eval_frame:{name}"
+        for name in ("set_code_exec_strategy", "_FrameExecStrategy", "_FrameAction")
+    ),
+)
 SOURCE_RANK = Feature(
     "a message that is received from any source is not matched with its sender",
     "torch.distributed:Work._source_rank",
 )
 GROUP_COUNT = Feature(
     "the process group is formed again for each run",
-    *(f"{_C10D}:_world.group_count", f"{_C10D}:_world.pg_map"),
+    *(f"{C10D_MODULE}:_world.group_count", f"{C10D_MODULE}:_world.pg_map"),
 )
 
 
@@ -243,6 +128,15 @@ def wait_until_connected(group: ProcessGroup | None) -> None:
         backend = group._get_backend(cpu)  # its operations are not recorded
         if isinstance(backend, getattr(dist, "ProcessGroupGloo", ())):
             backend.barrier().wait()
+
+
+def never_compile(function: types.FunctionType) -> None:
+    """Let torch.compile leave a function, and what it calls, as they are."""
+    if not FRAMES.is_on:
+        return
+    set_strategy, strategy, action = (value for _, value in FRAMES.found.values())
+    function._torchdynamo_disable = True  # where a function that calls it is compiled
+    set_strategy(function.__code__, strategy(action.SKIP, action.SKIP))
 
 
 def source_rank(work: Work) -> int | None:

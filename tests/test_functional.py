@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import ddp_kit as kit
-from ddp_kit import torch_internals
 from ddp_kit.trace import Snapshot
+from ddp_kit.trace.collectives import method_of
 
 
 def operators():
@@ -133,7 +133,7 @@ def test_the_collective_of_dtensor_that_changes_the_sharded_dimension_on_a_gpu_i
     (event,) = of_rank(result.trace)
     assert (event.op, event.method) == (
         "shard_dim_alltoall",
-        torch_internals.method_of("all_to_all_single"),
+        method_of("all_to_all_single"),
     )
     assert (event.inputs, event.outputs) == (((4,),), ((4,),))
     assert [row.sent for row in result.trace.summary(rank=0).rows] == [8]

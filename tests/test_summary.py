@@ -15,7 +15,7 @@ import ddp_kit as kit
 from ddp_kit.error_text import Frame
 from ddp_kit.lessons.device_mesh import sent_by_tcp
 from ddp_kit.trace import Group, RankTrace, Trace
-from ddp_kit.trace.bytes_sent import bytes_sent
+from ddp_kit.trace.collectives import bytes_sent
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 

@@ -10,6 +10,7 @@ import torch
 
 from ddp_kit import torch_internals
 from ddp_kit.torch_internals import Feature
+from ddp_kit.trace.collectives import method_of
 
 GROUP, DEFAULT = "torch.distributed:group.WORLD", "torch:get_default_dtype"
 
@@ -37,7 +38,7 @@ def test_a_feature_without_one_of_its_names_is_off_and_one_line_says_what_is_los
 def test_one_of_several_names_of_releases_is_enough(feature):
     assert feature("", DEFAULT, "torch:_renamed", any_of=True).is_on
     assert not feature("", "torch:_renamed", any_of=True).is_on
-    assert torch_internals.method_of("all_gather_into_tensor") == "all_gather_single"
+    assert method_of("all_gather_into_tensor") == "all_gather_single"
 
 
 def test_groups_that_cannot_be_counted_count_as_changed(monkeypatch):

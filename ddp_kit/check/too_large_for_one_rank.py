@@ -26,7 +26,7 @@ from ddp_kit.check.project import ProgramGrader, project
 from ddp_kit.errors import ModelError, RankError
 from ddp_kit.model import Accelerator, Cluster, Link, Plan, Precision, Transformer
 from ddp_kit.trace import Event, Trace
-from ddp_kit.trace.bytes_sent import bytes_sent
+from ddp_kit.trace.collectives import bytes_sent
 
 RANKS = 8
 BATCH = 8  # sequences of a step, of all ranks together

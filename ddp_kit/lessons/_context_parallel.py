@@ -17,7 +17,7 @@ from ddp_kit.lessons._gpt import Config, batches, make_gpt
 from ddp_kit.lessons._launch import Ranks, lesson_main, prove
 from ddp_kit.lessons.ring_allreduce import neighbours
 from ddp_kit.lessons.zero import ADAM, bytes_by_kind, fit, keeping, train_alone
-from ddp_kit.trace.bytes_sent import bytes_sent
+from ddp_kit.trace.collectives import bytes_sent
 
 WIDTH = 8  # of a head
 

@@ -42,7 +42,7 @@ from ddp_kit.lessons.zero import (
 )
 from ddp_kit.model import DGX_A100, DGX_H100, Accelerator, Cluster, Link, Plan, Transformer
 from ddp_kit.model.transformer import LLAMA_8B, LLAMA_70B, LLAMA_405B
-from ddp_kit.trace.bytes_sent import bytes_sent
+from ddp_kit.trace.collectives import bytes_sent
 
 # Billions of parameters, sizes, and TFLOP/s of each A100.
 _Megatron = namedtuple("_Megatron", "billions heads width layers tp pp gpus batch tflops")

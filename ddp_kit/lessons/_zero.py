@@ -17,7 +17,7 @@ from ddp_kit import compare
 from ddp_kit.lessons._gpt import Config, batches, loss_of, make_gpt
 from ddp_kit.lessons._launch import Ranks, lesson_main, prove
 from ddp_kit.trace import Trace
-from ddp_kit.trace.bytes_sent import bytes_sent
+from ddp_kit.trace.collectives import bytes_sent
 
 BATCH = 12  # sequences of all ranks together: 1, 2, 3 and 4 divide it
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)

@@ -242,7 +242,7 @@ class Trace:
 
         If the ranks repeat the same calls, as in training, the table has the numbers of a training
         step as well. The bytes come from formulas, such as 2(n-1)/n times the size of the tensor
-        for an all_reduce on n ranks; `ddp_kit.trace.bytes_sent` has them all. What the table shows
+        for an all_reduce on n ranks; `ddp_kit.trace.collectives` has them all. What the table shows
         is also in its `rows`. Raises TraceError for a rank that the run did not have.
         """
         from ddp_kit.trace.summary import summarize  # which imports this module

@@ -9,7 +9,7 @@ from statistics import median
 
 from ddp_kit.error_text import count, name_ranks
 from ddp_kit.errors import TraceError
-from ddp_kit.trace.bytes_sent import bytes_sent, formula
+from ddp_kit.trace.collectives import bytes_sent, formula
 from ddp_kit.trace.events import Event, Trace
 from ddp_kit.trace.training_steps import BUCKET, TrainingStep, training_steps
 
@@ -26,7 +26,7 @@ class Row:
     calls: how many. calls_in_step: in the last training step; 0 without steps.
     nbytes: of the tensors passed to them. sent: how many of these the rank sends to others, by
         `formula`. sent_in_step: in the last training step.
-    formula: the algorithm, and what a rank sends by it; see `ddp_kit.trace.bytes_sent`.
+    formula: the algorithm, and what a rank sends by it; see `ddp_kit.trace.collectives`.
     waiting: seconds that the rank waited in these calls. On a GPU with nccl, a wait is short: it
         does not last until the operation is complete.
     hidden: seconds for which one of them was on its way while the rank computed: for an

@@ -18,9 +18,10 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_kit import torch_internals
 from ddp_kit.error_text import Frame
+from ddp_kit.torch_internals import Feature
 from ddp_kit.trace.calls import Call, describe
+from ddp_kit.trace.collectives import method_of
 from ddp_kit.trace.rank import recorder
 from ddp_kit.trace.rank.recorder import Posted, Recorder, own_line
 
@@ -100,7 +101,7 @@ class _Hook:
         self.model = weakref.ref(model)  # which has the hook
         self.wrapped = _wrapped[model.module] = _Wrapped(model, parameters)
         used = torch.empty(len(parameters), dtype=torch.int32, device="meta")
-        method, device = torch_internals.method_of("all_reduce"), parameters[0].device.type
+        method, device = method_of("all_reduce"), parameters[0].device.type
         self.unused = describe(method, (used,))._replace(reduce_op="SUM", device=device)
         self.ranks = tuple(dist.get_process_group_ranks(self.group))
         self.registered = self.rebuilt = False
@@ -146,7 +147,7 @@ class _Hook:
     def _follow_unused(self, recorder: Recorder) -> None:
         """Record what DDP calls when this hook has returned, and waits for after the backward."""
         try:
-            torch_internals.after_backward(lambda: torch_internals.after_backward(begin()))
+            _after_backward(lambda: _after_backward(begin()))
         except RuntimeError:  # a rank that has joined has no backward: see _match_in_forward
             return
         posted = recorder.post(self.group, self.unused, op="DDP find_unused_parameters")
@@ -186,7 +187,7 @@ def _make_reducer(
     finally:
         dist.set_debug_level(level)
     hook = _hooks[model.reducer] = _Hook(model, parameters)
-    torch_internals.register_comm_hook(model.reducer, hook)
+    FEATURE.found["_register_comm_hook"][1](model.reducer, None, hook)  # PyTorch's own function
 
 
 def _register(_: Recorder, original: Callable, reducer: Any, *given: Any) -> None:
@@ -256,9 +257,28 @@ def _rebuild(recorder: Recorder, original: Callable, reducer: Any) -> bool:
     return hook.rebuilt
 
 
-# What is called instead of the functions of `torch_internals.DDP`, in the order of its names.
-REPLACEMENTS = (
-    *(_make_reducer, _count_live, _register, _register),
-    *(_match_in_forward, _match_in_forward),
-    *(_rebuild, _compare_models, _broadcast),
+def _after_backward(callback: Callable[[], None]) -> None:
+    """Call a function at the end of the backward pass that is on."""
+    FEATURE.found["_execution_engine"][1].queue_callback(callback)
+
+
+REPLACEMENTS = {
+    "torch.nn.parallel:DistributedDataParallel._ddp_init_helper": _make_reducer,
+    "torch.distributed:Reducer._set_forward_pass_work_handle": _count_live,
+    "torch.distributed:_register_comm_hook": _register,
+    "torch.distributed:_register_builtin_comm_hook": _register,
+    "torch.nn.parallel:DistributedDataParallel._check_global_requires_backward_grad_sync": (
+        _match_in_forward
+    ),
+    "torch.nn.parallel:DistributedDataParallel._match_unused_params_allreduce": _match_in_forward,
+    "torch.distributed:Reducer._rebuild_buckets": _rebuild,
+    "torch.distributed:_verify_params_across_processes": _compare_models,
+    "torch.distributed:_broadcast_coalesced": _broadcast,
+}
+# All or none: a hook of the kit's must know the hook that the learner registers, which takes its
+# place, and by how many ranks DDP divides inside `join`.
+FEATURE = Feature(
+    "what DistributedDataParallel sends is not traced",
+    *REPLACEMENTS,
+    "torch.autograd:Variable._execution_engine",  # is not replaced
 )

@@ -16,12 +16,29 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddp_kit import torch_internals
+from ddp_kit.torch_internals import C10D_MODULE, Feature
 from ddp_kit.trace.calls import Call, describe
+from ddp_kit.trace.collectives import method_of
 from ddp_kit.trace.rank.gloo_limits import refuse_on_gpus
 from ddp_kit.trace.rank.recorder import Recorder, while_recorded
 from ddp_kit.trace.stacks import is_own
 
+_NAMESPACE = "_c10d_functional"
+_NAMES = (  # of the operators, of which torch.compile calls those that work in place
+    *("broadcast", "broadcast_", "all_reduce", "all_reduce_"),
+    *("all_reduce_coalesced", "all_reduce_coalesced_"),
+    *("all_gather_into_tensor", "all_gather_into_tensor_out", "all_gather_into_tensor_coalesced"),
+    *("reduce_scatter_tensor", "reduce_scatter_tensor_out", "reduce_scatter_tensor_coalesced"),
+    "all_to_all_single",
+)
+FEATURE = Feature(
+    "functional collectives, such as those of DTensor, are not traced",
+    f"torch:ops.{_NAMESPACE}.wait_tensor.default._op_dk",
+    f"{C10D_MODULE}:_resolve_process_group",
+    # What DTensor calls on a GPU to shard by another dimension. It waits for its own collective.
+    "torch:ops._dtensor.shard_dim_alltoall",
+    *(f"torch:ops.{_NAMESPACE}.{name}" for name in _NAMES),
+)
 _DEVICES = ("CPU", "CUDA")  # whose kernels are replaced
 # Where a learner finds functional collectives: their functions, and torch.ops.
 _FUNCTIONS = os.path.join(os.path.dirname(dist.__file__), "_functional_collectives.py")
@@ -31,11 +48,11 @@ _OPERATORS = sys.modules[type(torch.ops).__module__].__file__
 @functools.cache
 def replace_kernels() -> list[torch.library.Library]:
     """Replace the kernels in this process, until the libraries that are returned are deleted."""
-    if not torch_internals.FUNCTIONAL.is_on:
+    if not FEATURE.is_on:
         return []
-    recorded = {name: functools.partial(_start, name) for name in torch_internals.OPERATORS}
+    recorded = {name: functools.partial(_start, name) for name in _NAMES}
     return [
-        _library(torch_internals.FUNCTIONAL_NAMESPACE, recorded | {"wait_tensor": _wait}),
+        _library(_NAMESPACE, recorded | {"wait_tensor": _wait}),
         _library("_dtensor", {"shard_dim_alltoall": _start_and_wait}),
     ]
 
@@ -43,10 +60,21 @@ def replace_kernels() -> list[torch.library.Library]:
 def _library(namespace: str, recorded: Mapping[str, Callable]) -> torch.library.Library:
     library = torch.library.Library(namespace, "IMPL")
     for name, record in recorded.items():
-        kernel = while_recorded(torch_internals.kernel_of(name, namespace), record)
+        kernel = while_recorded(_kernel_of(name, namespace), record)
         for device in _DEVICES:
             library.impl(name, kernel, device)
     return library
+
+
+def _kernel_of(name: str, namespace: str) -> Callable:
+    """Return PyTorch's own kernel of an operator, which lets other threads run."""
+    overload = getattr(getattr(torch.ops, namespace), name).default
+    return functools.partial(overload._op_dk, torch.DispatchKey.CompositeExplicitAutograd)
+
+
+def _resolve_group(group: Any) -> dist.ProcessGroup:
+    """Return the process group that an operator is called with, by its name or as itself."""
+    return FEATURE.found["_resolve_process_group"][1](group) if isinstance(group, str) else group
 
 
 def _start(
@@ -59,7 +87,7 @@ def _start(
 ) -> Any:
     function = name.removesuffix("_").removesuffix("_out")
     called = _called_by_learner(sys._getframe(), function)
-    group = torch_internals.resolve_group(given[-1])
+    group = _resolve_group(given[-1])
     refuse_on_gpus(group, function, [tensors] if isinstance(tensors, torch.Tensor) else tensors)
     posted = recorder.post(
         group,
@@ -90,9 +118,9 @@ def _start(
 def _start_and_wait(
     recorder: Recorder, original: Callable, tensor: torch.Tensor, *dims_and_group: Any
 ) -> torch.Tensor:
-    group = torch_internals.resolve_group(dims_and_group[-1])
+    group = _resolve_group(dims_and_group[-1])
     call = describe("allreduce", (tensor.reshape(-1),))  # it sends equal parts to all ranks
-    method = torch_internals.method_of("all_to_all_single")
+    method = method_of("all_to_all_single")
     call = call._replace(method=method, outputs=call.inputs)
     posted = recorder.post(group, call, op=recorder.prefix + "shard_dim_alltoall")
     try:
@@ -133,7 +161,7 @@ def _called_by_learner(frame: FrameType | None, function: str) -> str:
 
 def _describe(function: str, tensors: Any, *given: Any) -> Call:
     """Return what a functional collective is called with. given: without the group."""
-    call = describe("allreduce", (tensors,))._replace(method=torch_internals.method_of(function))
+    call = describe("allreduce", (tensors,))._replace(method=method_of(function))
     if function == "broadcast":
         return call._replace(root=given[0])
     if function == "all_to_all_single":

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddp_kit import torch_internals
 from ddp_kit.errors import BackendError
 from ddp_kit.trace.calls import flat
+from ddp_kit.trace.collectives import FEATURES
 
 # The coalesced all_gather is also that of functional collectives, and so of DTensor.
 _ALL_GATHER = "do this all_gather with"
@@ -42,7 +42,7 @@ def refuse_on_gpus(group: Any, method: str, tensors: Iterable[torch.Tensor]) -> 
 # Other methods copy what is not contiguous.
 _IN_MEMORY_ORDER = {"broadcast", "allreduce", "reduce", "scatter", "reduce_scatter"}
 _IN_MEMORY_ORDER |= {"alltoall_base", "all_to_all_single"}  # its name in newer releases
-_TO_ONE_TENSOR = set(torch_internals.COLLECTIVES["reduce_scatter_tensor"].found)  # it is copied
+_TO_ONE_TENSOR = set(FEATURES["reduce_scatter_tensor"].found)  # it is copied
 _IGNORING_STRIDES = _IN_MEMORY_ORDER | _TO_ONE_TENSOR
 
 

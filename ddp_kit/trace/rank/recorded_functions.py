@@ -21,6 +21,8 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, Work
 
 from ddp_kit import torch_internals
+from ddp_kit.torch_internals import C10D_MODULE, Feature, of_process_group
+from ddp_kit.trace import collectives
 from ddp_kit.trace.board import FORMING, SERVING, Board
 from ddp_kit.trace.calls import Call, InternTable, describe, facts, is_short
 from ddp_kit.trace.rank import data_parallel, functional, recorder, waits
@@ -28,6 +30,20 @@ from ddp_kit.trace.rank.gloo_limits import CPU_ONLY, memory_order, refuse_on_gpu
 from ddp_kit.trace.rank.recorder import Recorder, while_recorded
 from ddp_kit.trace.stacks import C10D, is_own
 
+# All or none: with one side alone, each message would look as if nobody sent or received it.
+MESSAGES = of_process_group(
+    "messages between two ranks are not traced", "send", "recv", "recv_anysource"
+)
+MONITORED_BARRIER = of_process_group("monitored_barrier is not traced", "monitored_barrier")
+BATCHES = of_process_group(
+    "operations that nccl starts as one batch are reported as never waited for",
+    *("_start_coalescing", "_end_coalescing"),
+)
+NEW_GROUPS = Feature("new_group is not traced", f"{C10D_MODULE}:_new_group_with_tag")
+NEW_WORLDS = Feature(
+    "calls in a world that is formed again in a run may be compared with calls in the one before",
+    f"{C10D_MODULE}:_new_process_group_helper",
+)
 _FUTURE = torch.futures.Future.__bases__[0]  # of which get_future returns an instance
 
 
@@ -86,20 +102,19 @@ def _replace_all() -> None:
     _replace(concurrent.futures.Future, "add_done_callback", waits.add_task_callback)
     _replace(concurrent.futures.ThreadPoolExecutor, "submit", waits.submit)
     _replace(multiprocessing.pool.ApplyResult, "__init__", waits.begin_task)
-    messages, collectives = torch_internals.MESSAGES, torch_internals.COLLECTIVES
     _replace(torch.autograd, "backward", data_parallel.note_backward)
     _replace(torch.autograd, "grad", data_parallel.note_grad)
     for feature, *replacements in (
-        (messages, *(functools.partial(_point_to_point, method) for method in messages.found)),
+        (MESSAGES, *(functools.partial(_point_to_point, method) for method in MESSAGES.found)),
         *(
             (feature, *(functools.partial(_collective, method) for method in feature.found))
-            for feature in collectives.values()
+            for feature in collectives.FEATURES.values()
         ),
-        (torch_internals.MONITORED_BARRIER, _monitored_barrier),
-        (torch_internals.BATCHES, _start_batch, _end_batch),
-        (torch_internals.NEW_GROUPS, _new_group),
-        (torch_internals.NEW_WORLDS, _new_process_group),
-        (torch_internals.DDP, *data_parallel.REPLACEMENTS),
+        (MONITORED_BARRIER, _monitored_barrier),
+        (BATCHES, _start_batch, _end_batch),
+        (NEW_GROUPS, _new_group),
+        (NEW_WORLDS, _new_process_group),
+        (data_parallel.FEATURE, *data_parallel.REPLACEMENTS.values()),
     ):
         if feature.is_on:
             places = feature.found.items()
