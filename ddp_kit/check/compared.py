@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from functools import cache
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 from ddp_kit.check.grader import (
@@ -139,7 +139,7 @@ class Comparison:
         if learners.failed:
             raised = learners.failed[0] == "RankError" or f"{self.number} stuck" not in hints()
             other = "fails" if raised else "stuck"
-        elif _forms(right) != _forms(learners.values):
+        elif _other_form(right, learners.values):
             other = "another form"
         if {other, f"{self.number} {other}"} & hints().keys():
             return other
@@ -211,8 +211,20 @@ def in_collectives(trace: Trace, *case: Any) -> list[Used]:
     ]
 
 
-def _forms(values: list[Any]) -> list[Any]:
-    return [(type(each), len(each) if isinstance(each, tuple) else 0) for each in values]
+def _other_form(want: list[Any], have: list[Any]) -> bool:
+    """Return whether the first value that differs is of another type, or a tuple of another length.
+
+    A sentence is none: the check writes it in the place of what it found.
+    """
+    for whole, found in zip(want, have, strict=True):
+        keys = _keys([whole], [found])
+        pairs = [(whole[key], found[key]) for key in keys] or [(whole, found)]
+        for one, other in pairs:
+            if not same(one, other):
+                sizes = [len(each) if isinstance(each, tuple) else 0 for each in (one, other)]
+                differs = type(one) is not type(other) or len({*sizes}) > 1
+                return differs and not (isinstance(other, str) and " " in other)
+    return False
 
 
 def _keys(*values: list[Any]) -> list[str]:
@@ -297,6 +309,8 @@ def asked(
     )
     def ask(rank: int, world_size: int, answer: Callable, *given: Any) -> Any:
         found = answer(*given)
+        if exact and isinstance(found, Integral) and not isinstance(found, bool):
+            return int(found)
         return found if exact else as_float(found)
 
 

@@ -604,7 +604,9 @@ def same(want: Any, have: Any) -> bool:
 def format_value(value: Any, against: Any = None) -> str:
     """Return a value in one line; if it is long, with the first number or word that differs."""
     if isinstance(value, list) and any(isinstance(one, torch.Tensor) for one in value):
-        return f"[{', '.join(map(format_value, value))}]"
+        alike = isinstance(against, list) and len(against) == len(value)
+        others = against if alike else [None] * len(value)
+        return f"[{', '.join(map(format_value, value, others))}]"
     if isinstance(value, str) and " " in value:
         return _format_words(value.split(), against.split() if isinstance(against, str) else [])
     if isinstance(value, float) and not isinstance(against, int):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from numbers import Integral
 from typing import Any
 from unittest.mock import patch
 
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from ddp_kit.check.compared import alone, asked, compared
+from ddp_kit.check.compared import alone, as_float, asked, compared
 from ddp_kit.check.grader import Grader, called_with, only
 from ddp_kit.check.record import Score, Span, record
 from ddp_kit.error_text import count
@@ -29,10 +30,12 @@ HIDES_A_REDUCTION, HIDES_A_GATHER = 0.002, 0.0036
 def _gradient_norm(rank: int, world_size: int, answer: Callable) -> float:
     mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("dp", "tp"))
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
-    for number, parameter in enumerate(model.parameters(), 1):
-        part = mesh.get_local_rank("tp") if number % 2 else 0  # biases are whole
+    cut = {"0.weight", "0.bias", "1.weight"}  # one bias is whole
+    for number, (name, parameter) in enumerate(model.named_parameters(), 1):
+        part = mesh.get_local_rank("tp") if name in cut else 0
         parameter.grad = torch.full_like(parameter, number + 4.0 * part)
-    return float(answer(model, mesh, {"0.weight", "1.weight"}))
+    norm = answer(model, mesh, cut)
+    return norm.item() if isinstance(norm, torch.Tensor) else as_float(norm)
 
 
 asked(
@@ -51,6 +54,7 @@ MESHES = {  # by name: what a rank sends, and how many ranks there are
     "dp, pp and tp": ({"dp": 6.0, "pp": 1.0, "tp": 90.0}, {"dp": 16, "pp": 4, "tp": 2}, 8),
     "a large host": ({"dp": 6.0, "cp": 9.0, "tp": 90.0}, {"dp": 2, "cp": 2, "tp": 4}, 16),
     "a small host": ({"dp": 6.0, "cp": 9.0, "tp": 90.0}, {"dp": 2, "cp": 4, "tp": 4}, 8),
+    "three parts": ({"tp": 90.0, "cp": 9.0, "dp": 6.0}, {"tp": 2, "cp": 3, "dp": 2}, 8),
     "no room": ({"dp": 6.0, "tp": 90.0}, {"dp": 4, "tp": 16}, 8),
 }
 
@@ -104,12 +108,13 @@ def _train_by_hand(rank: int, world_size: int, train: Callable) -> Any:
 )
 def _states(states: Callable) -> dict:
     cases = [(zero, 8, MIXED, "mixed precision") for zero in range(4)] + [(2, 4, FP32, "float32")]
-    return {
-        f"states_by_hand(1000, {n}, {zero}), {name}": {
-            kind: float(nbytes) for kind, nbytes in states(1000, n, zero, precision).items()
-        }
-        for zero, n, precision, name in cases
-    }
+    found = {}
+    for zero, n, precision, name in cases:
+        held = states(1001, n, zero, precision)
+        if isinstance(held, dict):
+            held = {kind: as_float(held[kind]) for kind in sorted(held)}
+        found[f"states_by_hand(1001, {n}, {zero}), {name}"] = held
+    return found
 
 
 @alone("20.c", "dp_by_hand(model, plan, cluster, precision, compute)", "for all stages")
@@ -120,13 +125,14 @@ def _dp_seconds(seconds: Callable) -> dict:
         "a part can be hidden": (0.0006, MIXED),
         "all but a gather can be hidden": (HIDES_A_REDUCTION, MIXED),
         "all can be hidden": (1.0, MIXED),
+        "a part of float32 gradients can be hidden": (0.0006, Precision(2, 4, 12, 2)),
         "all but float32 gradients can be hidden": (HIDES_A_GATHER, Precision(2, 4, 12, 2)),
     }
     for zero in range(4):
         for what, (compute, precision) in cases.items():
             plan = Plan(dp=16, zero=zero, micro_batches=3)
-            number = float(seconds(model, plan, DGX_H100, precision, compute))
-            found[f"the seconds in stage {zero} if {what}"] = number
+            number = seconds(model, plan, DGX_H100, precision, compute)
+            found[f"the seconds in stage {zero} if {what}"] = as_float(number)
     return found
 
 
@@ -157,17 +163,17 @@ def _stages(cut: Callable) -> dict:
 def _paced(seconds: list[float], kept: list[float], memory: float, lengths: Any) -> Any:
     """Return what a cut is like, which is the same for all right ones."""
     lengths = list(lengths) if isinstance(lengths, tuple) else lengths
-    if not isinstance(lengths, list) or not all(isinstance(each, int) for each in lengths):
+    if not isinstance(lengths, list) or not all(isinstance(each, Integral) for each in lengths):
         return lengths
     ends = [sum(lengths[: stage + 1]) for stage in range(len(lengths))]
     parts = [slice(end - length, end) for end, length in zip(ends, lengths, strict=True)]
     held = [(len(parts) - stage) * sum(kept[part]) for stage, part in enumerate(parts)]
     return {
-        "layers": sum(lengths),
-        "stages": len(lengths),
-        "empty stages": sum(length < 1 for length in lengths),
+        "layers": int(sum(lengths)),
+        "how many stages": len(lengths),
+        "empty stages": sum(bool(length < 1) for length in lengths),
         "slowest": max((float(sum(seconds[part])) for part in parts), default=0.0),
-        "fits": all(each <= memory for each in held),
+        "fits": all(bool(each <= memory) for each in held),
     }
 
 

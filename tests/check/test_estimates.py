@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import numpy
 import pytest
 from answers import assert_mistake, error_text
@@ -57,3 +60,14 @@ def test_a_number_in_another_unit_is_asked_for_its_unit_at_the_second_try():
         with pytest.raises(kit.ExerciseError) as caught:
             check(answer, hint=step)
         assert ("In which unit is your number" in str(caught.value)) is asked
+
+
+@pytest.mark.parametrize("number", ESTIMATES)
+def test_the_notebook_names_the_tolerance(number):
+    lesson = number.split(".")[0].zfill(2)
+    (path,) = (Path(__file__).parents[2] / "notebooks/exercises").glob(f"{lesson}_*.ipynb")
+    texts = ["".join(cell["source"]) for cell in json.loads(path.read_text("utf-8"))["cells"]]
+    (check,) = (
+        n for n, text in enumerate(texts) if f"exercise_{number.replace('.', '_')}(" in text
+    )
+    assert f"Within {ESTIMATES[number].exercise.within:.0%}".replace("%", " %") in texts[check - 1]
