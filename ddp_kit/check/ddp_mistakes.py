@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import operator
+import random
 import time
+from collections import Counter
 from collections.abc import Callable
 from itertools import chain
 from typing import Any
 from unittest.mock import patch
 
+import numpy
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -38,6 +41,9 @@ def _own_sampler(grader: Grader, world_size: int) -> None:
         first, other, again, reseeded = ([dealt["hands"][i] for dealt in result] for i in range(4))
         if length >= 10:  # fewer may be shuffled alike twice
             _check_shuffled(grader, "epochs 0 and 1 have", first, other)
+            if world_size > 1 and list(map(set, first)) == list(map(set, other)):
+                fact = "each rank gets the positions of epoch 0 again in epoch 1, in another order"
+                grader.fail(fact, hint="dealt before shuffled", part=SHUFFLED)
             _check_shuffled(grader, "seeds {} and {} give".format(*SEEDS), first, reseeded)
         if any(dealt["seeded"] for dealt in result):
             fact = "it changed the random state of the whole process"
@@ -71,22 +77,32 @@ def _check_hands(grader: Grader, length: int) -> None:
             grader.fail(f"there is no position {beyond[0]}", *gets, hint="positions beyond")
         if missing := sorted(set(range(length)) - set(chain(*hands))):
             grader.fail(f"no rank gets position {missing[0]}", *gets, hint="positions lost")
+        position, times = Counter(chain(*hands)).most_common(1)[0]
+        if times > -(-each * len(hands) // length):
+            fact = f"position {position} is dealt {count(times, 'time')}"
+            grader.fail(fact, *gets, hint="filled up with one")
 
 
 def _deal(rank: int, world_size: int, own_sampler: Callable, length: int) -> dict:
-    """Deal four hands of positions, and check whether torch's global random state changed."""
-    before = torch.get_rng_state()
+    """Deal four hands of positions, and check whether a global random state changed."""
+    before = _random_states()
     sampler, reseeded = (own_sampler(range(length), seed) for seed in SEEDS)
     hands = []
     for dealer, epoch in ((sampler, 0), (sampler, 1), (sampler, 0), (reseeded, 0)):
         dealer.set_epoch(epoch)
         hands.append([operator.index(position) for position in dealer])  # it may be a tensor
-    return {"hands": hands, "seeded": not torch.equal(torch.get_rng_state(), before)}
+    return {"hands": hands, "seeded": _random_states() != before}
+
+
+def _random_states() -> list[Any]:
+    states = torch.get_rng_state(), numpy.random.get_state()[1]
+    return [random.getstate(), *(state.tolist() for state in states)]
 
 
 @compared(
     "8.4",
     "average_statistics(model)",
+    on_failure={RankError: {"can't be cast": "counts summed"}},
     **in_parts(OTHERS),
 )
 def _average_statistics(
@@ -94,7 +110,7 @@ def _average_statistics(
 ) -> dict[str, torch.Tensor]:
     norm = nn.BatchNorm1d(2)
     model = DistributedDataParallel(nn.Sequential(norm))
-    norm.running_mean.fill_(60 * (rank + 1))
+    norm.running_mean.copy_(torch.tensor([60.0, 61.5]) * (rank + 1))
     norm.running_var.fill_(120 * (rank + 1))
     norm.num_batches_tracked.fill_(3)
     average_statistics(model)
@@ -126,10 +142,13 @@ def _save_and_load(
     network, plain, saves = nn.Linear(2, 1, bias=False), nn.Linear(2, 1, bias=False), []
     model, save, load = DistributedDataParallel(network), torch.save, torch.load
     nn.init.constant_(network.weight, rank + 1.0)  # so that only the file has those of rank 0
+    nn.init.zeros_(plain.weight)
     limit = 0.0 if part else 1.5 if world_size == SIZES[0] else 0.2  # most show in the first run
 
     def noting_save(*args: Any, **options: Any) -> None:
         end = time.monotonic() + limit
+        if not hasattr(args[1], "write"):  # the file is there before anything is in it
+            open(args[1], "ab").close()
         while rank == 0 < world_size - 1 and not tried.exists() and time.monotonic() < end:
             time.sleep(0.01)
         save(*args, **options)

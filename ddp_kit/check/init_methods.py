@@ -142,8 +142,9 @@ def come_by_turns(store: ScriptedStore, n: int, come_in: Callable[[], Any]) -> l
     gone_on: list[list[Any]] = []
 
     def come() -> None:
-        store.later = others_come
+        store.later, store._asked = others_come, ()  # each process asks anew
         returned.append(come_in())
+        store._asked = ()
 
     def others_come() -> None:
         gone_on.append(list(returned))
