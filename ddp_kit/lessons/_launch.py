@@ -171,7 +171,7 @@ def open_ranks(
         yield ranks
     finally:
         if dist.is_initialized():
-            gc.collect()  # or gloo may abort a rank that ends: pytorch/pytorch/pull/179291
+            gc.collect()  # cycles keep the group alive, and gloo may then abort at exit
             dist.destroy_process_group()
 
 

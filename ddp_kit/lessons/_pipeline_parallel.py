@@ -46,6 +46,16 @@ class Cell(NamedTuple):
     stage: int
 
 
+def ideal_bubble(p: int, m: int) -> int:
+    """Return the bubble of GPipe and 1F1B in percent, if all stages are alike."""
+    return round(100 * (p - 1) / (m + p - 1))
+
+
+def step_length(times, m):
+    """Return how long a step lasts whose stages take `times`, the last one the longest."""
+    return sum(times) + (m - 1) * max(times)
+
+
 def config_for(world_size):
     """Return the sizes of a GPT with two blocks for each rank."""
     return Config(layers=2 * world_size, width=SIZE, context=SIZE)

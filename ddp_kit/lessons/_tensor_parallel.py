@@ -152,7 +152,8 @@ def draw_block(result: Any, title: str) -> Any:
     forward, backward = ["identity"] * 4, ["identity"] * 4
     forward[1 if half == 2 else 0 :: 4 // half] = calls[:half]
     backward[:: 4 // half] = reversed(calls[half:])
-    text = [f"{'fg'[i % 2]}: forward {forward[i]}, backward {backward[i]}" for i in range(4)]
+    names = ("f", "g") if half == 2 else ("gather", "scatter")  # those of sequence parallelism
+    text = [f"{names[i % 2]}: forward {forward[i]}, backward {backward[i]}" for i in range(4)]
     picture = plot.Picture(9, 3.1, "\n".join([title, *text]))
     ax = picture.add_axes((0, 0, 1, 1))
     ax.set(xlim=(0, 10), ylim=(3.5, 0))
@@ -167,10 +168,12 @@ def draw_block(result: Any, title: str) -> Any:
             ax.barh(y, 2.2, 0.9 * high, left, color=color, alpha=0.5)
             ax.text(left + 1.1, y, f"rank {rank}: {name}", **look)
     for i, x in enumerate((0.8, 4.5, 5.7, 9.2)):
-        ax.text(x, 1.8, "fg"[i % 2], bbox={"boxstyle": "circle", "facecolor": "w"}, **look)
+        ax.text(x, 1.8, names[i % 2], bbox={"boxstyle": "round", "facecolor": "w"}, **look)
         there, back = (name.replace(" of ", "\n") for name in (forward[i], backward[i]))
         ax.text(x, 0.85, f"forward \N{RIGHTWARDS ARROW}\n{there}", **look)
         ax.text(x, 2.8, f"\N{LEFTWARDS ARROW} backward\n{back}", **look)
+    if half == 4:
+        ax.text(5, 3.3, "Before, between and after, each rank has its own positions.", **look)
     return picture
 
 

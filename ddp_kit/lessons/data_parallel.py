@@ -1,5 +1,5 @@
 # Made from notebooks/07_data_parallel.ipynb by `make editions`: edit that, not this.
-"""DataParallel: eight steps, all through device 0."""
+"""DataParallel: eight steps around device 0."""
 
 import time
 

@@ -84,7 +84,7 @@ def apply_own(experts, rows, counts):
 
 class ExpertParallel(MoE):
     def __init__(self, moe, group=None):
-        nn.Module.__init__(self)
+        nn.Module.__init__(self)  # not MoE's, which would make all experts
         self.router, self.shared, self.group = moe.router, moe.shared, group
         self.register_buffer("bias", moe.bias)
         self.count, n = len(moe.experts), dist.get_world_size(group)
@@ -189,7 +189,7 @@ def keep(choice, count, capacity):
 def dropped(rank, world_size, skew, factors=(1.0, 1.25, 2.0), count=8):
     moe, _ = pass_layer(rank, world_size, count, 256, skew)
     even = moe.choice.numel() / count
-    return [(~keep(moe.choice, count, round(f * even))).float().mean().item() for f in factors]
+    return [(~keep(moe.choice, count, math.ceil(f * even))).float().mean().item() for f in factors]
 
 
 if __name__ == "__main__":

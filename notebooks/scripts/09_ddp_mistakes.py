@@ -41,7 +41,7 @@ def worker(rank, world_size):
         if rank == 0:
             name = "model.module(x)" if unwrap else "model(x)"
             print(f"{name:15} replicas differ by {difference:.2f}")
-    gc.collect()  # or gloo may abort a rank that ends: pytorch/pytorch/pull/179291
+    gc.collect()  # cycles keep the group alive, and gloo may then abort at exit
     dist.destroy_process_group()
 
 

@@ -23,7 +23,7 @@ def worker(rank, world_size):
     if rank == 0:
         print(f"rank 0 has {tuple(y.to_local().shape)} of {tuple(y.shape)}: {y.placements}")
         print(f"differs from one process by {difference:.6f} at most")
-    gc.collect()  # or gloo may abort a rank that ends: pytorch/pytorch/pull/179291
+    gc.collect()  # cycles keep the group alive, and gloo may then abort at exit
     dist.destroy_process_group()
 
 

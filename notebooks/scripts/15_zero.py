@@ -39,7 +39,7 @@ def worker(rank, world_size):
         print(f"{world_size} ranks differ from one process by {difference:.5f} at most;", end=" ")
         kept = sum(state.numel() for state in adam.state[own].values() if state.ndim)
         print(f"a rank keeps {kept} of the {2 * len(flat)} numbers that are Adam's states")
-    gc.collect()  # or gloo may abort a rank that ends: pytorch/pytorch/pull/179291
+    gc.collect()  # cycles keep the group alive, and gloo may then abort at exit
     dist.destroy_process_group()
 
 

@@ -48,7 +48,7 @@ def worker(rank, world_size):
         weight = abs(alone[0].weight.chunk(world_size)[0] - mine[0]).max()
         print(f"{world_size} ranks, {len(mine[0])} of {len(alone[0].weight)} rows each:", end=" ")
         print(f"loss off by {abs(losses[0] - losses[1]):.5f}, weight by {weight:.5f}")
-    gc.collect()  # or gloo may abort a rank that ends: pytorch/pytorch/pull/179291
+    gc.collect()  # cycles keep the group alive, and gloo may then abort at exit
     dist.destroy_process_group()
 
 

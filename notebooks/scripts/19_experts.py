@@ -46,7 +46,7 @@ def worker(rank, world_size):
     dist.barrier()  # all are right
     if rank == 0:
         print(f"rank 0 got {coming} rows; outputs and gradients of all ranks equal one process")
-    gc.collect()  # or gloo may abort a rank that ends: pytorch/pytorch/pull/179291
+    gc.collect()  # cycles keep the group alive, and gloo may then abort at exit
     dist.destroy_process_group()
 
 

@@ -47,7 +47,7 @@ def worker(rank, world_size):
     if rank == 0:
         print(f"rank 0 holds {held} of {sum(p.numel() for p in whole)} parameters")
         print(f"differs from one process by {worst:.6f} at most")
-    gc.collect()  # or gloo may abort a rank that ends: pytorch/pytorch/pull/179291
+    gc.collect()  # cycles keep the group alive, and gloo may then abort at exit
     dist.destroy_process_group()
 
 

@@ -33,7 +33,7 @@ class Shared(dist.ProcessGroup):
         slots[self.me].copy_(tensors[0].view(-1))
         self.meet()  # all have written
         tensors[0].copy_(slots.sum(0).view_as(tensors[0]))
-        self.meet()  # all have read
+        self.meet()  # all have read; no Work comes back, so nobody has to wait
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import ast
 import json
 import re
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 
 import pytest
 from IPython.core.inputtransformer2 import TransformerManager
@@ -79,8 +80,20 @@ def folded_answers_are_set(notebook: dict) -> Iterator[str]:
             yield f"cell {number} folds what introduces the next cell: begin a paragraph with it"
 
 
+def what_follows_an_answer_is_folded(notebook: dict) -> Iterator[str]:
+    """Refuse a text on an answer in sight; a heading, or what introduces a cell, may follow it."""
+    cells = list(enumerate(notebook["cells"]))
+    for (_, before), (number, cell) in pairwise(cells):
+        first = "".join(cell["source"]).partition("\n\n")[0].strip()
+        on_answer = "answer" in tags(before) and before["cell_type"] == "code"
+        in_sight = cell["cell_type"] == "markdown" and "answer" not in tags(cell)
+        if on_answer and in_sight and not (first.startswith("#") or first.endswith(":")):
+            yield f"cell {number} follows an answer and is not tagged answer"
+
+
 RULES: list[Callable[[dict], Iterator[str]]] = [
     predictions_are_open,
+    what_follows_an_answer_is_folded,
     numbers_not_verdicts,
     nothing_commented_out,
     folded_answers_are_set,
@@ -138,6 +151,15 @@ def test_a_prediction_that_is_not_the_readers_or_is_judged_late_or_in_sight_is_f
     untagged["cells"][3]["metadata"] = {}
     for notebook in (stored, never_asked, late, untagged):
         assert broken(notebook) == ["predictions_are_open"]
+
+
+def test_a_text_on_an_answer_in_sight_is_found():
+    notebook = predicting("mine = ...", "kit.predict(mine, 1)")
+    for source in ("## Next\n\nMore.", "The next cell draws it:\n\n* all of it"):
+        notebook["cells"][4]["source"] = source
+        assert broken(notebook) == []
+    notebook["cells"][4]["source"] = "So it is 1.\n\n## Next"
+    assert broken(notebook) == ["what_follows_an_answer_is_folded"]
 
 
 def test_a_cell_that_shows_only_a_verdict_is_found():
