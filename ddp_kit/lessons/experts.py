@@ -1,6 +1,8 @@
 # Made from notebooks/19_experts.ipynb by `make editions`: edit that, not this.
 """Experts: every token goes to some of the ranks."""
 
+import math
+
 import torch
 import torch.distributed as dist
 from torch import nn
