@@ -28,7 +28,6 @@ from ddp_kit.plot import (
     ring,
     scaling,
     step_times,
-    support,
     tensors,
 )
 from ddp_kit.plot.style import TIMES, luminance, marker, series_color, text_color
@@ -69,7 +68,6 @@ def one_of_each(n):
         scaling(
             {f"way {i}": [(2, 1e-3 * (i + 1)), (4096, 1.0)] for i in range(n)}, {"x": [(2, 1)]}
         ),
-        support({"here": {(f"way {i}", "float32"): "works" for i in range(n)}, "there": "no"}),
         placements(list(torch.arange(2 * n).view(n, 2).split(1)), torch.arange(2 * n).view(n, 2)),
         attention([[(0, range(r, r + 1), range(r + 1), r + 1)] for r in range(n)]),
         pipeline([[("F", 0, rank, rank + 1), ("B", 0, n, n + 2)] for rank in range(n)]),
@@ -698,52 +696,6 @@ def test_memory_of_ranks_speaks_of_ranks_and_counts_tokens():
     assert [text.get_text() for text in picture.axes[1].texts] == ["1,200"]
 
 
-# ---- support
-
-PLACES = {
-    "gloo": {
-        ("send", "float32"): "works",
-        ("send", "bool"): "wrong: [2]",
-        ("AVG", "bool"): "no answer: a mean",
-        ("barrier", "any"): "hung: forever",
-    },
-    "mpi": {("send", "float32"): "died: SIGSEGV", ("send", "bool"): "refused: not today"},
-    "nccl": "it needs a GPU",
-}
-
-
-def test_support_table_has_a_table_for_each_place_and_the_reason_for_one_that_is_missing():
-    assert repr(support(PLACES)) == (
-        "What works, by operation and dtype\n"
-        "gloo\n"
-        "         float32  bool       any\n"
-        "send     works    wrong\n"
-        "AVG               no answer\n"
-        "barrier                      hung\n"
-        "mpi\n"
-        "         float32  bool     any\n"
-        "send     died     refused\n"
-        "AVG\n"
-        "barrier\n"
-        "nccl: it needs a GPU"
-    )
-
-
-def test_each_outcome_has_a_sign_and_the_key_explains_it():
-    shown = texts(support(PLACES))
-    for sign, meaning in {
-        "✓": "works",
-        "≠": "a wrong answer",
-        "·": "refused: no answer is right",
-        "∞": "hung",
-        "†": "a rank died",
-        "✗": "refused",
-    }.items():
-        assert shown.count(sign) == 2  # in its box and in the key
-        assert meaning in shown
-    assert "nccl: it needs a GPU" in shown
-
-
 CAUSAL = [
     [(0, range(0, 4), range(0, 4), 16)],
     [(0, range(4, 6), range(4, 6), 4), (1, range(4, 6), range(0, 4), 8)],
@@ -833,14 +785,13 @@ def test_stages_of_a_rank_are_named_and_later_ones_are_lower_and_paler():
 
 
 def test_ranks_and_devices_alone_wear_the_colours_of_ranks():
-    held, works = memory(HELD), support(PLACES)
+    held = memory(HELD)
     series = bandwidth({str(i): [(1, 1.0), (2, 2.0)] for i in range(6)}).axes[1].lines
     fills = [
         {to_hex(patch.get_facecolor()) for patch in held.axes[1].patches},
-        {to_hex(patch.get_facecolor()) for patch in works.axes[0].patches},
         {fill for *_, fill in cells_of(pipeline(CELLS))},
     ]
-    assert [len(each) for each in fills] == [2, 6, 2]
+    assert [len(each) for each in fills] == [2, 2]
     lines = {to_hex(line.get_color()) for line in series}
     assert lines == {series_color(i) for i in range(6)}
     ranks = {rank_color(rank) for rank in range(16)}
@@ -877,7 +828,6 @@ def test_ranks_and_devices_alone_wear_the_colours_of_ranks():
         (memory, {"a": [dict.fromkeys(range(13), 1)]}, "from 1 to 12 kinds can be drawn, got 13"),
         (memory, {"a": [{"x": 1}], "b": [{"x": 1}, {}]}, r"the same devices, got \[1, 2\] of them"),
         (memory, {"a": [{"x": 1}, {"x": -2}]}, "'x' of device 1 after 'a' has -2 bytes"),
-        (support, {"gloo": {("send", "bool"): "maybe"}}, r"'gloo' has 'maybe' for \('send',"),
         (attention, [], "there is no rank to draw"),
         (attention, [CAUSAL[0], 3], "rank 1 must list .step, queries, keys, pairs. .* got 3"),
         (pipeline, [[], []], "no rank has a cell: there is nothing to draw"),

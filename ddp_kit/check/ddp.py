@@ -38,9 +38,9 @@ def _order_of_gradients(rank: int, world_size: int, order_of_gradients: Callable
         found.append(order_of_gradients(module, x.sum()))
     # Only now: a hook that is still set would go on adding to the first list.
     lists = {f"the order of backward {number}": list(one) for number, one in enumerate(found, 1)}
-    parameters = list(module.parameters())
-    hooks = sum(len(parameter._post_accumulate_grad_hooks or ()) for parameter in parameters)
-    lists["how many hooks are left"] = hooks + sum(len(p._backward_hooks or ()) for p in parameters)
+    kinds, parameters = ("_post_accumulate_grad_hooks", "_backward_hooks"), [*module.parameters()]
+    hooks = [getattr(p, kind, None) or () for p in parameters for kind in kinds]
+    lists["how many hooks are left"] = sum(map(len, hooks))
     return lists | {"how many gradients there are": sum(p.grad is not None for p in parameters)}
 
 

@@ -136,10 +136,10 @@ def _two_level(rank: int, world_size: int, two_level: Callable, per_host: int) -
 
 
 STEPS = {  # ranks, buckets, forward, backward, bytes per second
-    "one bucket": (8, [100.0], 1.0, 2.0, 200.0),
-    "four buckets on a fast network": (8, [10.0, 30.0, 40.0, 20.0], 1.0, 2.0, 100.0),
-    "four buckets on a slow network": (15, [10.0, 30.0, 40.0, 20.0], 1.0, 3.0, 40.0),
-    "a network that costs nothing": (8, [10.0, 30.0, 40.0, 20.0], 1.0, 2.0, math.inf),
+    "with one bucket": (8, [100.0], 1.0, 2.0, 200.0),
+    "with four buckets on a fast network": (8, [10.0, 30.0, 40.0, 20.0], 1.0, 2.0, 100.0),
+    "with four buckets on a slow network": (15, [10.0, 30.0, 40.0, 20.0], 1.0, 3.0, 40.0),
+    "on a network that costs nothing": (8, [10.0, 30.0, 40.0, 20.0], 1.0, 2.0, math.inf),
 }
 
 
@@ -150,7 +150,11 @@ def _step(step: Callable) -> dict[str, float]:
     ) -> float:
         return step(ranks, buckets, forward, backward, lambda n, size: (n - 1) / 7 * size / speed)
 
-    return {f"the seconds of {name}": seconds(*each) for name, each in STEPS.items()}
+    found = {}
+    for name, each in STEPS.items():
+        cost = f"lambda n, size: (n - 1) / 7 * size / {each[-1]:g}"
+        found[f"{called_with('step', each[:-1])[:-1]}, {cost}), {name}"] = seconds(*each)
+    return found
 
 
 FAILURES = {  # their moments, in a training of 20 steps of 10 s, with a save every 4 of 3 s
@@ -165,11 +169,12 @@ FAILURES = {  # their moments, in a training of 20 steps of 10 s, with a save ev
 
 @alone("12.10", "goodput(steps, seconds, every, save, restart, failures)", kind="function")
 def _goodput(goodput: Callable) -> dict[str, float]:
-    found = {
-        f"the goodput {name}": goodput(20, 10.0, 4, 3.0, 5.5, list(failures))
-        for name, failures in FAILURES.items()
+    cases = {name: (20, 10.0, 4, 3.0, 5.5, failures) for name, failures in FAILURES.items()}
+    cases["with other steps"] = 22, 7.0, 5, 2.0, 4.0, [31.0]
+    return {
+        f"{called_with('goodput', given)}, {name}": goodput(*given[:-1], list(given[-1]))
+        for name, given in cases.items()
     }
-    return found | {"the goodput of 22 other steps": goodput(22, 7.0, 5, 2.0, 4.0, [31.0])}
 
 
 CLUSTER, GPUS = model.DGX_H100, 1024

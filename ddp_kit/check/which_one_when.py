@@ -154,10 +154,13 @@ PIPELINES = {
     "20.10", "cut_into_stages(seconds, kept, stages, memory)", "for 9 pipelines", kind="function"
 )
 def _stages(cut: Callable) -> dict:
-    return {
-        name: _paced(seconds, kept, memory, cut(list(seconds), list(kept), stages, memory))
-        for name, (seconds, kept, stages, memory) in PIPELINES.items()
-    }
+    found = {}
+    for name, given in PIPELINES.items():
+        seconds, kept, stages, memory = given
+        case = f"{called_with('cut_into_stages', given)}, {name}" if len(kept) < 20 else name
+        lengths = cut(list(seconds), list(kept), stages, memory)
+        found[case] = _paced(seconds, kept, memory, lengths)
+    return found
 
 
 def _paced(seconds: list[float], kept: list[float], memory: float, lengths: Any) -> Any:

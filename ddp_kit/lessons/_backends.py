@@ -303,6 +303,27 @@ def probe_here():
     return found
 
 
+SIGNS = {"works": "✓", "refused": "✗", "no answer": "·", "wrong": "≠", "died": "†", "hung": "∞"}
+
+
+def print_table(places):
+    """Print a row for each operation, and a column for each dtype: f16 for torch.float16."""
+    for place, found in places.items():
+        if isinstance(found, str):
+            print(f"{place}: {found}\n")
+            continue
+        dtypes = dict.fromkeys(kind for _, kind in found)
+        short = {kind: re.sub("(complex|float|int)", lambda m: m[0][0], kind) for kind in dtypes}
+        print(f"{place:22}", *short.values())
+        for name in dict.fromkeys(name for name, _ in found):
+            signs = (SIGNS[found[name, kind].partition(":")[0]] for kind in dtypes)
+            row = (f"{sign:^{len(short[kind])}}" for kind, sign in zip(dtypes, signs, strict=True))
+            print(f"{name:22}", *row)
+        print()
+    print("✓ works    ✗ refused   · refused, because no answer is right")
+    print("≠ a wrong answer   † a rank died   ∞ a rank hangs")
+
+
 @lesson_main("backends")
 def main(ranks: Ranks) -> str:
     """Try all operations with the dtypes that every backend has, and print one line.

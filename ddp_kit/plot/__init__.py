@@ -12,7 +12,6 @@ from ddp_kit.plot.messages import messages, waits
 from ddp_kit.plot.picture import Picture
 from ddp_kit.plot.ring import ring, ring_step
 from ddp_kit.plot.style import rank_color
-from ddp_kit.plot.support import support
 from ddp_kit.plot.tensors import placements, tensors
 from ddp_kit.plot.timeline import timeline
 from ddp_kit.plot.work import attention, pipeline
@@ -32,7 +31,6 @@ __all__ = [
     "ring_step",
     "scaling",
     "step_times",
-    "support",
     "tensors",
     "timeline",
     "waits",

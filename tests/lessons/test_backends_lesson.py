@@ -149,3 +149,12 @@ def test_the_slowest_rank_counts_and_the_first_round_does_not():
     assert backends.samples(two_ranks, dist.all_reduce, (4,)) == [(4, [3.0, 5.0])]
     rounds = kit.run(backends.measure, dist.all_reduce, (4, 1_000_000), world_size=2)
     assert [[len(seconds) for seconds in rank] for rank in rounds] == [[15, 5]] * 2
+
+
+def test_the_table_has_a_sign_for_each_outcome_and_a_reason_for_a_place_that_is_missing(capsys):
+    found = {("send", "float16"): "works", ("send", "bool"): "wrong: [2]"}
+    found |= {("AVG", "float16"): "refused: no", ("AVG", "bool"): "no answer"}
+    _backends.print_table({"gloo": found, "nccl": "it needs a GPU"})
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert rows[:3] == [["gloo", "f16", "bool"], ["send", "✓", "≠"], ["AVG", "✗", "·"]]
+    assert rows[4] == ["nccl:", "it", "needs", "a", "GPU"]

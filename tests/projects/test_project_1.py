@@ -58,6 +58,11 @@ def test_the_start_does_not_reach_the_first_and_is_short():
     assert "step 0 is printed twice" in error_text(kit.check.project_1, str(START))
 
 
+def test_lines_that_ranks_write_into_one_another_are_told_apart(tmp_path):
+    path = program(tmp_path, 'print("step 0 loss 2.5step 1 loss 2.5step 0 loss 2.5\\n")\n')
+    assert "step 0 is printed twice" in error_text(kit.check.project_1, path)
+
+
 def test_what_is_no_program_is_refused():
     def train():
         pass
