@@ -1,8 +1,8 @@
-"""How undocumented names of PyTorch and Python are looked up, and those that several modules use.
+"""How undocumented names of PyTorch and Python are looked up, and those that nothing replaces.
 
 Another release may rename any of them. The feature that needs such a name is then off, `notices`
 says so in a line, and everything else works. The names of what is recorded are in
-`trace/collectives.py` and in `trace/rank/`, beside what is called instead.
+`trace/collectives.py` and in `trace/rank/`.
 """
 
 from __future__ import annotations

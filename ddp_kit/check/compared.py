@@ -139,7 +139,7 @@ class Comparison:
         if learners.failed:
             raised = learners.failed[0] == "RankError" or f"{self.number} stuck" not in hints()
             other = "fails" if raised else "stuck"
-        elif _other_form(right, learners.values):
+        elif _returns(self.number) and _other_form(right, learners.values):
             other = "another form"
         if {other, f"{self.number} {other}"} & hints().keys():
             return other
@@ -214,16 +214,15 @@ def in_collectives(trace: Trace, *case: Any) -> list[Used]:
 def _other_form(want: list[Any], have: list[Any]) -> bool:
     """Return whether the first value that differs is of another type, or a tuple of another length.
 
-    A sentence is none: the check writes it in the place of what it found.
+    Not if a sentence was found: the check itself has written it.
     """
     for whole, found in zip(want, have, strict=True):
         keys = _keys([whole], [found])
-        pairs = [(whole[key], found[key]) for key in keys] or [(whole, found)]
-        for one, other in pairs:
+        for one, other in [(whole[key], found[key]) for key in keys] or [(whole, found)]:
             if not same(one, other):
-                sizes = [len(each) if isinstance(each, tuple) else 0 for each in (one, other)]
-                differs = type(one) is not type(other) or len({*sizes}) > 1
-                return differs and not (isinstance(other, str) and " " in other)
+                is_sentence = isinstance(other, str) and " " in other
+                lengths = [len(each) for each in (one, other) if isinstance(each, tuple)]
+                return not is_sentence and (type(one) is not type(other) or len({*lengths}) > 1)
     return False
 
 

@@ -38,9 +38,7 @@ def _order_of_gradients(rank: int, world_size: int, order_of_gradients: Callable
         found.append(order_of_gradients(module, x.sum()))
     # Only now: a hook that is still set would go on adding to the first list.
     lists = {f"the order of backward {number}": list(one) for number, one in enumerate(found, 1)}
-    kinds, parameters = ("_post_accumulate_grad_hooks", "_backward_hooks"), [*module.parameters()]
-    hooks = [getattr(p, kind, None) or () for p in parameters for kind in kinds]
-    lists["how many hooks are left"] = sum(map(len, hooks))
+    parameters = module.parameters()
     return lists | {"how many gradients there are": sum(p.grad is not None for p in parameters)}
 
 
@@ -97,13 +95,14 @@ WRITTEN = "written to before its all_reduce was waited for"
 class _Noted:
     """A Work that notes when somebody waits for it, and whether its tensor was written before."""
 
-    def __init__(self, work: dist.Work, tensor: torch.Tensor, notes: list) -> None:
+    def __init__(self, work: dist.Work, tensor: torch.Tensor, notes: list, op: Any) -> None:
         self._work, self._tensor, self._notes = work, tensor, notes
         self._version = tensor._version
+        self._is_average = op is dist.ReduceOp.AVG  # gloo itself writes into the tensor once more
 
     def wait(self, *args: Any) -> Any:
         self._notes.append("wait")
-        if self._tensor._version != self._version:
+        if self._tensor._version != self._version and not self._is_average:
             self._notes.append(WRITTEN)
         return self._work.wait(*args)
 
@@ -121,9 +120,7 @@ def noting(notes: list) -> Iterator[None]:
         work = all_reduce(tensor, *args, **named)
         if work is None:
             notes.append("wait")
-        if (args[0] if args else named.get("op")) is dist.ReduceOp.AVG:
-            return work  # gloo itself writes into the tensor once more
-        return work and _Noted(work, tensor, notes)
+        return work and _Noted(work, tensor, notes, args[0] if args else named.get("op"))
 
     with patch.object(dist, "all_reduce", noted):
         yield

@@ -41,7 +41,7 @@ def _own_sampler(grader: Grader, world_size: int) -> None:
         first, other, again, reseeded = ([dealt["hands"][i] for dealt in result] for i in range(4))
         if length >= 10:  # fewer may be shuffled alike twice
             _check_shuffled(grader, "epochs 0 and 1 have", first, other)
-            if world_size > 1 and list(map(set, first)) == list(map(set, other)):
+            if length > 12 and world_size > 1 and list(map(set, first)) == list(map(set, other)):
                 fact = "each rank gets the positions of epoch 0 again in epoch 1, in another order"
                 grader.fail(fact, hint="dealt before shuffled", part=SHUFFLED)
             _check_shuffled(grader, "seeds {} and {} give".format(*SEEDS), first, reseeded)
@@ -95,8 +95,8 @@ def _deal(rank: int, world_size: int, own_sampler: Callable, length: int) -> dic
 
 
 def _random_states() -> list[Any]:
-    states = torch.get_rng_state(), numpy.random.get_state()[1]
-    return [random.getstate(), *(state.tolist() for state in states)]
+    _, keys, place, *_ = numpy.random.get_state()
+    return [random.getstate(), torch.get_rng_state().tolist(), keys.tolist(), place]
 
 
 @compared(
@@ -137,7 +137,7 @@ def _save_and_load(
 ) -> dict[str, Any]:
     """Save and load; rank 0 saves when another rank has tried to load, or after some time.
 
-    A rank that does not wait then finds no file.
+    A rank that does not wait then finds no file, or an empty one.
     """
     network, plain, saves = nn.Linear(2, 1, bias=False), nn.Linear(2, 1, bias=False), []
     model, save, load = DistributedDataParallel(network), torch.save, torch.load
@@ -145,13 +145,13 @@ def _save_and_load(
     nn.init.zeros_(plain.weight)
     limit = 0.0 if part else 1.5 if world_size == SIZES[0] else 0.2  # most show in the first run
 
-    def noting_save(*args: Any, **options: Any) -> None:
+    def noting_save(value: Any, f: Any, *args: Any, **options: Any) -> None:
         end = time.monotonic() + limit
-        if not hasattr(args[1], "write"):  # the file is there before anything is in it
-            open(args[1], "ab").close()
+        if not hasattr(f, "write"):  # the file is there before anything is in it
+            open(f, "ab").close()
         while rank == 0 < world_size - 1 and not tried.exists() and time.monotonic() < end:
             time.sleep(0.01)
-        save(*args, **options)
+        save(value, f, *args, **options)
         saves.append(rank)
 
     def noting_load(*args: Any, **options: Any) -> Any:

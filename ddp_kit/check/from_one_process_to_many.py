@@ -28,7 +28,7 @@ KILLS = ((13, 1), (24, 0), (35, None))  # after which step, and which rank; None
 MOST_LOST = 10  # steps that a kill may cost
 LIMIT = 240.0  # seconds for one run, which takes ten on an idle machine
 TRIES = 2  # if a busy machine looks up only when the training is over
-LINE = re.compile(r"step (\d+) loss (-?\d+\.\d+(?:e-?\d+)?|nan)")
+LINE = re.compile(r"(?<!\S )step (\d+) loss (-?\d+\.\d+(?:e-?\d+)?|nan)")
 SPEED = "speed.json"
 KEYS = (
     "ranks",

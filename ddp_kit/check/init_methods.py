@@ -114,6 +114,10 @@ class ScriptedStore:
             self.come()
         self._asked = asked
 
+    def ask_anew(self) -> None:
+        """Take what is asked next for a first question: another process asks."""
+        self._asked = ()
+
     def multi_get(self, keys: list[str]) -> list[bytes]:
         return [self.get(key) for key in keys]
 
@@ -142,9 +146,10 @@ def come_by_turns(store: ScriptedStore, n: int, come_in: Callable[[], Any]) -> l
     gone_on: list[list[Any]] = []
 
     def come() -> None:
-        store.later, store._asked = others_come, ()  # each process asks anew
+        store.later = others_come
+        store.ask_anew()
         returned.append(come_in())
-        store._asked = ()
+        store.ask_anew()
 
     def others_come() -> None:
         gone_on.append(list(returned))

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from functools import partial
 from io import BytesIO
-from itertools import count
+from itertools import chain, count, repeat
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import DEFAULT, Mock, patch
 
 import torch
 import torch.distributed as dist
@@ -60,14 +60,14 @@ def _my_place(rank: int, world_size: int, my_place: Callable, gpus: int) -> Any:
 
 
 NEXT = "the next step"
+NO_FILE = {"rank 0 raised FileNotFoundError": "no file", "FileNotFoundError": "rank 0 only"}
 
 
 @compared(
     "11.2",
     "resume(folder, weights)",
     "with a checkpoint and without",
-    on_failure=dict.fromkeys((DeadlockError, MismatchError), "rank 0 only")
-    | {RankError: {"FileNotFoundError": "rank 0 only"}},
+    on_failure=dict.fromkeys((DeadlockError, MismatchError), "rank 0 only") | {RankError: NO_FILE},
     **in_parts(NEXT),
 )
 def _resume(rank: int, n: int, resume: Callable, part: str) -> dict[str, Any]:
@@ -133,11 +133,6 @@ def _die(*_args: Any, **_named: Any) -> None:
     raise Killed
 
 
-def _die_at_the_second(rename: Callable) -> Callable:
-    calls = iter([rename])
-    return lambda *args: next(calls, _die)(*args)
-
-
 def _save_and_die(finishes: bool) -> Callable:
     """Return a `torch.save` that ends with a kill: when it has finished, or in the middle."""
     real = torch.save
@@ -186,8 +181,11 @@ def _save(save: Callable) -> dict:
         # Before Python 3.11, Path's methods are not stopped here, and the new one is there.
         whole = isinstance(left := _read(file), dict) and left.get("step") in (4, 5)
         found["whether one is there after a kill before a rename"] = whole
-        renames = {name: _die_at_the_second(getattr(os, name)) for name in ("rename", "replace")}
-        with patch.multiple(os, **renames), suppress(Killed):
+        kills = {
+            name: Mock(wraps=getattr(os, name), side_effect=chain([DEFAULT], repeat(Killed)))
+            for name in ("rename", "replace")
+        }
+        with patch.multiple(os, **kills), suppress(Killed):
             save(folder, 5, torch.tensor([3.0, 4.0]))
         whole = isinstance(_read(file), dict)
         return found | {"whether one is there after a kill before a second rename": whole}
@@ -293,7 +291,7 @@ def _attempt(
             raise Killed
         taken.append(step)
         if rank == 0 and (folder / "latest").exists():
-            named = (folder / "latest").read_text()
+            named = int((folder / "latest").read_text())
             files = [folder / f"{named}-{one}.pt" for one in range(dist.get_world_size())]
             early.extend([step] * (not all(file.exists() for file in files)))
         optimizer.zero_grad()

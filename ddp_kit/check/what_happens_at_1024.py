@@ -5,7 +5,6 @@ Most answers are arithmetic. They run on one rank, where they are bounded as all
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
@@ -139,7 +138,7 @@ STEPS = {  # ranks, buckets, forward, backward, bytes per second
     "with one bucket": (8, [100.0], 1.0, 2.0, 200.0),
     "with four buckets on a fast network": (8, [10.0, 30.0, 40.0, 20.0], 1.0, 2.0, 100.0),
     "with four buckets on a slow network": (15, [10.0, 30.0, 40.0, 20.0], 1.0, 3.0, 40.0),
-    "on a network that costs nothing": (8, [10.0, 30.0, 40.0, 20.0], 1.0, 2.0, math.inf),
+    "on a network that costs nothing": (8, [10.0, 30.0, 40.0, 20.0], 1.0, 2.0, 1e300),
 }
 
 
@@ -153,7 +152,7 @@ def _step(step: Callable) -> dict[str, float]:
     found = {}
     for name, each in STEPS.items():
         cost = f"lambda n, size: (n - 1) / 7 * size / {each[-1]:g}"
-        found[f"{called_with('step', each[:-1])[:-1]}, {cost}), {name}"] = seconds(*each)
+        found[f"{called_with('step', each[:-1])[:-1]}, {cost}), {name}"] = as_float(seconds(*each))
     return found
 
 
@@ -172,7 +171,7 @@ def _goodput(goodput: Callable) -> dict[str, float]:
     cases = {name: (20, 10.0, 4, 3.0, 5.5, failures) for name, failures in FAILURES.items()}
     cases["with other steps"] = 22, 7.0, 5, 2.0, 4.0, [31.0]
     return {
-        f"{called_with('goodput', given)}, {name}": goodput(*given[:-1], list(given[-1]))
+        f"{called_with('goodput', given)}, {name}": as_float(goodput(*given[:-1], list(given[-1])))
         for name, given in cases.items()
     }
 

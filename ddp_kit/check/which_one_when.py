@@ -34,8 +34,12 @@ def _gradient_norm(rank: int, world_size: int, answer: Callable) -> float:
     for number, (name, parameter) in enumerate(model.named_parameters(), 1):
         part = mesh.get_local_rank("tp") if name in cut else 0
         parameter.grad = torch.full_like(parameter, number + 4.0 * part)
-    norm = answer(model, mesh, cut)
-    return norm.item() if isinstance(norm, torch.Tensor) else as_float(norm)
+    return _number(answer(model, mesh, cut))
+
+
+def _number(value: Any) -> Any:
+    one = isinstance(value, torch.Tensor) and value.numel() == 1
+    return as_float(value.item() if one else value)
 
 
 asked(
@@ -112,7 +116,7 @@ def _states(states: Callable) -> dict:
     for zero, n, precision, name in cases:
         held = states(1001, n, zero, precision)
         if isinstance(held, dict):
-            held = {kind: as_float(held[kind]) for kind in sorted(held)}
+            held = {kind: _number(held[kind]) for kind in sorted(held)}
         found[f"states_by_hand(1001, {n}, {zero}), {name}"] = held
     return found
 
@@ -132,7 +136,7 @@ def _dp_seconds(seconds: Callable) -> dict:
         for what, (compute, precision) in cases.items():
             plan = Plan(dp=16, zero=zero, micro_batches=3)
             number = seconds(model, plan, DGX_H100, precision, compute)
-            found[f"the seconds in stage {zero} if {what}"] = as_float(number)
+            found[f"the seconds in stage {zero} if {what}"] = _number(number)
     return found
 
 

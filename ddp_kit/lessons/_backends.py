@@ -303,7 +303,7 @@ def probe_here():
     return found
 
 
-SIGNS = {"works": "✓", "refused": "✗", "no answer": "·", "wrong": "≠", "died": "†", "hung": "∞"}
+_SIGNS = {"works": "✓", "refused": "✗", "no answer": "·", "wrong": "≠", "died": "†", "hung": "∞"}
 
 
 def print_table(places):
@@ -316,7 +316,7 @@ def print_table(places):
         short = {kind: re.sub("(complex|float|int)", lambda m: m[0][0], kind) for kind in dtypes}
         print(f"{place:22}", *short.values())
         for name in dict.fromkeys(name for name, _ in found):
-            signs = (SIGNS[found[name, kind].partition(":")[0]] for kind in dtypes)
+            signs = (_SIGNS[found[name, kind].partition(":")[0]] for kind in dtypes)
             row = (f"{sign:^{len(short[kind])}}" for kind, sign in zip(dtypes, signs, strict=True))
             print(f"{name:22}", *row)
         print()

@@ -52,7 +52,7 @@ def ideal_bubble(p: int, m: int) -> int:
 
 
 def step_length(times, m):
-    """Return how long a step lasts whose stages take `times`, the last one the longest."""
+    """Return how long a step lasts whose stages take `times`, if the last one is the slowest."""
     return sum(times) + (m - 1) * max(times)
 
 

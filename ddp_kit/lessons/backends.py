@@ -18,7 +18,6 @@ from ddp_kit.lessons._backends import (
     OPERATIONS,
     OPS,
     PLACES,
-    SIGNS,
     attempt,
     here,
     main,

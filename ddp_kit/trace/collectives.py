@@ -1,10 +1,11 @@
-"""The collectives that are recorded, and how many bytes a rank sends in each: gloo's algorithms.
+"""The collectives that are recorded, and how many bytes a rank sends in each by gloo's algorithms.
 
     n       ranks in the group
     bytes   of the tensors that the rank passes to the call, and does not receive into
 
-A test compares them with what gloo really sends through TCP, which is up to a few percent more for
-headers. Only its reduce_scatter differs: it is an all_reduce, and sends twice as much as a ring.
+A test compares these bytes with what gloo really sends through TCP, which is up to a few percent
+more for headers. Only its reduce_scatter differs: it is an all_reduce, and sends twice as much as a
+ring.
 nccl and MPI choose their algorithms by size and network, and may send more or less.
 """
 

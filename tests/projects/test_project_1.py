@@ -61,6 +61,8 @@ def test_the_start_does_not_reach_the_first_and_is_short():
 def test_lines_that_ranks_write_into_one_another_are_told_apart(tmp_path):
     path = program(tmp_path, 'print("step 0 loss 2.5step 1 loss 2.5step 0 loss 2.5\\n")\n')
     assert "step 0 is printed twice" in error_text(kit.check.project_1, path)
+    path = program(tmp_path, 'print("rank 1 step 0 loss 2.5")\n')
+    assert "it prints no line such as" in error_text(kit.check.project_1, path)
 
 
 def test_what_is_no_program_is_refused():
