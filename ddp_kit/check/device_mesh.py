@@ -65,57 +65,54 @@ def _own_rows(rank: int, n: int, own_rows: Callable) -> torch.Tensor:
 hunt("14.9")
 
 
-# With all ranks, and then with a group of rank 0 alone and one of the others.
-IN_GROUPS: dict[str, Any] = {
-    "where": "on 2 and 3 ranks, and in groups",
-    "cases": [(2, False), (3, False), (3, True)],
-    "part": lambda case: "in groups" if case[1] else f"on {case[0]} ranks",
-}
+def in_groups(number: str, form: str) -> Callable[[Callable], Callable]:
+    """Register a check on all ranks, and then in a group of rank 0 alone and one of the others."""
+    return compared(
+        number,
+        form,
+        where="on 2 and 3 ranks, and in groups",
+        cases=[(2, False), (3, False), (3, True)],
+        part=lambda case: "in groups" if case[1] else f"on {case[0]} ranks",
+        call=lambda n, in_group: f"{form[:-1]}{', group' * in_group})",
+    )
 
 
-def _group(rank: int, n: int, in_group: bool) -> dist.ProcessGroup:
-    if not in_group:
-        return dist.group.WORLD
-    return [dist.new_group(members) for members in ([0], range(1, n))][min(rank, 1)]
+def _given(rank: int, n: int, in_group: bool) -> tuple[Callable, tuple]:
+    """Return what cuts a tensor along a dimension to this rank's piece, and the group, if any."""
+    group = dist.group.WORLD
+    if in_group:
+        group = [dist.new_group(members) for members in ([0], range(1, n))][min(rank, 1)]
+    size, place = dist.get_world_size(group), dist.get_rank(group)
+
+    def own(whole: torch.Tensor, dim: int) -> torch.Tensor:
+        return lesson.pieces(whole, dim, size)[place].clone()
+
+    return own, (group,) if in_group else ()
 
 
-def _own(whole: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return this rank's piece, of which the first ones are as long as possible."""
-    most = -(-whole.shape[dim] // dist.get_world_size(group))
-    return whole.split(most, dim)[dist.get_rank(group)].clone()
-
-
-@compared(
-    "14.a",
-    "shard_to_replicate(piece, dim, length)",
-    call=lambda n, in_group: f"shard_to_replicate(piece, dim, length{', group' * in_group})",
-    **IN_GROUPS,
-)
+@in_groups("14.a", "shard_to_replicate(piece, dim, length)")
 def _shard_to_replicate(rank: int, n: int, answer: Callable, in_group: bool) -> dict:
-    whole, group = torch.arange(1.0, 36.0).view(5, 7), _group(rank, n, in_group)
-    even = torch.arange(-6.0, 6.0).view(6, 2)
+    own, group = _given(rank, n, in_group)
+    whole, even = torch.arange(1.0, 36.0).view(5, 7), torch.arange(-6.0, 6.0).view(6, 2)
     even[3] = 0  # what looks like padding
-    more = (group,) if in_group else ()
     return {
-        f"the whole from {name}": answer(_own(one, dim, group), dim, one.shape[dim], *more)
+        f"the whole from {name}": answer(own(one, dim), dim, one.shape[dim], *group)
         for name, one, dim in (("rows", whole, 0), ("columns", whole, 1), ("equal pieces", even, 0))
     }
 
 
-@compared(
-    "14.b",
-    "shard_to_shard(piece, old, new, length)",
-    call=lambda n, in_group: f"shard_to_shard(piece, old, new, length{', group' * in_group})",
-    **IN_GROUPS,
-)
+@in_groups("14.b", "shard_to_shard(piece, old, new, length)")
 def _shard_to_shard(rank: int, n: int, answer: Callable, in_group: bool) -> dict:
-    whole, group = torch.arange(1.0, 36.0).view(5, 7), _group(rank, n, in_group)
-    cases = {"rows to columns": (whole, 0), "columns to rows": (whole, 1)}
-    cases["equal pieces"] = torch.arange(36.0).view(6, 6), 0
-    more = (group,) if in_group else ()
+    own, group = _given(rank, n, in_group)
+    whole, even = torch.arange(1.0, 36.0).view(5, 7), torch.arange(36.0).view(6, 6)
+    cases = {
+        "rows to columns": (whole, 0),
+        "columns to rows": (whole, 1),
+        "equal pieces": (even, 0),
+    }
     return {
-        f"the piece from {name}": answer(_own(one, d, group), d, 1 - d, one.shape[d], *more)
-        for name, (one, d) in cases.items()
+        f"the piece from {name}": answer(own(one, old), old, 1 - old, one.shape[old], *group)
+        for name, (one, old) in cases.items()
     }
 
 
